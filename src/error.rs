@@ -1,0 +1,220 @@
+//! The crate's one error type: what was found, what is wanted, and a hint that mends it.
+//!
+//! Text is lower case without a period, backticks round keys and paths. What a user can cause is
+//! an `Err`, before the first kernel; what only we can cause is an assert.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// `std::result::Result` with the crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// One thing that is wrong with a configuration, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// `file.toml:12`, `--optim.lr`, or empty for rules between keys.
+    pub place: String,
+    /// What was found and what is wanted.
+    pub message: String,
+    /// The key or command that mends it; empty when the message says it all.
+    pub hint: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.place.is_empty() {
+            write!(f, "{}: ", self.place)?;
+        }
+        f.write_str(&self.message)?;
+        if !self.hint.is_empty() {
+            write!(f, "\n    hint: {}", self.hint)?;
+        }
+        Ok(())
+    }
+}
+
+/// Everything that can go wrong and is not a bug of ours.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration does not hold; every problem found, in file order.
+    #[error("the configuration has {} problem{}\n{}", .0.len(), if .0.len() == 1 { "" } else { "s" }, lines(.0))]
+    Config(Vec<Problem>),
+    /// The command line could not be understood.
+    #[error("{message}")]
+    Usage {
+        /// What was found and what is wanted.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A data file or row.
+    #[error("{}{}: {message}", .path.display(), row.map(|r| format!(":{r}")).unwrap_or_default())]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// The 1-based line (jsonl) or row (parquet).
+        row: Option<usize>,
+        /// What was found and what is wanted.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A model folder: config, weights, tokenizer or chat template.
+    #[error("{}: {message}", .path.display())]
+    Model {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was found and what is wanted, naming key or tensor.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A PEFT adapter folder.
+    #[error("{}: {message}", .path.display())]
+    Adapter {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was found and what is wanted, naming key or tensor.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A checkpoint or run folder.
+    #[error("{}: {message}", .path.display())]
+    Checkpoint {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was found and what is wanted.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A device that is not there or can't do what is asked.
+    #[error("{message}")]
+    Device {
+        /// What was found and what is wanted.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// The Hugging Face hub, or its local cache.
+    #[error("hub: {message}")]
+    Hub {
+        /// What was asked and what came back.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// Training itself: a loss that isn't finite, nothing to train on.
+    #[error("{message}")]
+    Train {
+        /// What was found and what is wanted.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
+    /// A file could not be read or written.
+    #[error("{}: cannot {doing}", .path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// "read", "write", "rename", …
+        doing: &'static str,
+        /// The operating system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The run was interrupted and left a checkpoint (or had none to leave).
+    #[error("interrupted after step {step}")]
+    Interrupted {
+        /// The number of finished updates.
+        step: usize,
+        /// The checkpoint to resume from, if one was written.
+        checkpoint: Option<PathBuf>,
+    },
+}
+
+fn lines(problems: &[Problem]) -> String {
+    problems.iter().map(|p| format!("  {p}")).collect::<Vec<_>>().join("\n")
+}
+
+impl Error {
+    /// An I/O error at `path` while `doing` ("read", "write", …).
+    pub fn io(path: impl AsRef<Path>, doing: &'static str, source: std::io::Error) -> Self {
+        Error::Io { path: path.as_ref().into(), doing, source }
+    }
+
+    /// A [`Error::Data`] at a 1-based row.
+    pub fn data(
+        path: impl AsRef<Path>,
+        row: impl Into<Option<usize>>,
+        message: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Self {
+        Error::Data {
+            path: path.as_ref().into(),
+            row: row.into(),
+            message: message.into(),
+            hint: hint.into(),
+        }
+    }
+
+    /// A [`Error::Model`].
+    pub fn model(path: impl AsRef<Path>, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Error::Model { path: path.as_ref().into(), message: message.into(), hint: hint.into() }
+    }
+
+    /// A [`Error::Adapter`].
+    pub fn adapter(path: impl AsRef<Path>, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Error::Adapter { path: path.as_ref().into(), message: message.into(), hint: hint.into() }
+    }
+
+    /// A [`Error::Checkpoint`].
+    pub fn checkpoint(path: impl AsRef<Path>, message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Error::Checkpoint { path: path.as_ref().into(), message: message.into(), hint: hint.into() }
+    }
+
+    /// A [`Error::Device`].
+    pub fn device(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Error::Device { message: message.into(), hint: hint.into() }
+    }
+
+    /// A [`Error::Train`].
+    pub fn train(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Error::Train { message: message.into(), hint: hint.into() }
+    }
+
+    /// The sentence that says how to mend it, if there is one.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            Error::Usage { hint, .. }
+            | Error::Data { hint, .. }
+            | Error::Model { hint, .. }
+            | Error::Adapter { hint, .. }
+            | Error::Checkpoint { hint, .. }
+            | Error::Device { hint, .. }
+            | Error::Hub { hint, .. }
+            | Error::Train { hint, .. } => hint.clone(),
+            Error::Interrupted { checkpoint: Some(path), .. } => {
+                format!(
+                    "resume with the same command and `--ckpt.resume-step -1` (newest checkpoint: `{}`)",
+                    path.display()
+                )
+            }
+            Error::Interrupted { checkpoint: None, .. } => "add `--ckpt` to keep checkpoints".to_string(),
+            // Each problem carries its own hint.
+            Error::Config(_) | Error::Io { .. } => String::new(),
+        };
+        (!hint.is_empty()).then_some(hint)
+    }
+
+    /// 0 done, 1 failed, 2 usage or config, 130 interrupted.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Error::Config(_) | Error::Usage { .. } => 2,
+            Error::Interrupted { .. } => 130,
+            _ => 1,
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The operations a decoder is made of: each one public function, a plain version from Burn's own
+//! tensor operations (the definition, and the oracle in tests), and faster versions per device.
+//!
+//! The model calls these functions and never asks for a device.
+
+use std::sync::Arc;
+
+use burn::tensor::{Int, Tensor};
+
+pub mod plain;
+
+/// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Documents {
+    /// Offsets on the host; a device copy is the op's own business.
+    pub cu_seqlens: Arc<[u32]>,
+}
+
+impl Documents {
+    /// `(start, end)` of each document.
+    pub fn ranges(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.cu_seqlens.windows(2).map(|w| (w[0] as usize, w[1] as usize))
+    }
+}
+
+/// Rotary tables of a micro-batch, `[T, d]` each in f32, in Hugging Face's layout
+/// (the second half repeats the first).
+#[derive(Debug, Clone)]
+pub struct Rope {
+    /// cos(position · inv_freq)
+    pub cos: Tensor<2>,
+    /// sin(position · inv_freq)
+    pub sin: Tensor<2>,
+}
+
+/// The share of one adapter run in a stacked LoRA product.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraPart {
+    /// Tokens of this run in the micro-batch (contiguous, in run order).
+    pub tokens: usize,
+    /// Rows of A and columns of B that belong to this run; 0 where the run doesn't adapt this layer.
+    pub rank: usize,
+    /// α/r, or α/√r with rslora.
+    pub scale: f32,
+    /// Dropout on the adapter's input; `None` in evaluation or at p = 0.
+    pub dropout: Option<Dropout>,
+}
+
+/// A counter-based dropout mask: element `(n, c)` depends on nothing but these fields, n and c,
+/// so that recomputation, resume and any number of ranks see the same mask.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dropout {
+    /// Probability of a zero.
+    pub p: f32,
+    /// The generator's key: seed, run and module mixed.
+    pub key: u64,
+    /// Index in the run's whole token stream of the part's first token.
+    pub first_token: u64,
+}
+
+/// Root-mean-square norm over the last dimension: `weight · x / sqrt(mean(x²) + eps)`,
+/// f32 inside (Hugging Face `Qwen3RMSNorm`).
+///
+/// # Shapes
+/// - x: `[t, e]`, weight: `[e]` → `[t, e]`
+pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
+    plain::rms_norm(x, weight, eps)
+}
+
+/// Norm of each head (where the model has one), then rotary embedding in Hugging Face's
+/// half-split pairing: `x · cos + rotate_half(x) · sin`.
+///
+/// # Shapes
+/// - x: `[t, h, d]`, weight: `[d]` → `[t, h, d]`
+pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Rope) -> Tensor<3> {
+    plain::qk_norm_rope(x, weight, eps, rope)
+}
+
+/// Causal attention inside each document, grouped KV heads, softmax in f32.
+///
+/// # Shapes
+/// - q: `[t, h, d]`, k, v: `[t, g, d]` with h a multiple of g → `[t, h, d]`
+pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents, scale: f32) -> Tensor<3> {
+    plain::attention(q, k, v, documents, scale)
+}
+
+/// `silu(gate) · up`.
+///
+/// # Shapes
+/// - gate, up: `[t, f]` → `[t, f]`
+pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
+    plain::swiglu(gate, up)
+}
+
+/// `x · Wᵀ` with W as Hugging Face stores it.
+///
+/// # Shapes
+/// - x: `[t, in]`, weight: `[out, in]` → `[t, out]`
+pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    plain::linear(x, weight)
+}
+
+/// `x · Wᵀ + s · (dropout(x) · Aᵀ) · Bᵀ`, each run's A, B, s and dropout on its own tokens.
+///
+/// # Shapes
+/// - x: `[t, in]`, weight: `[out, in]`, a: `[Σ rank, in]`, b: `[out, Σ rank]` → `[t, out]`
+/// - parts: in run order; Σ tokens = t, Σ rank = rows of a
+pub fn lora_linear(
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    a: Tensor<2>,
+    b: Tensor<2>,
+    parts: &[LoraPart],
+) -> Tensor<2> {
+    plain::lora_linear(x, weight, a, b, parts)
+}
+
+/// Rows of the embedding.
+///
+/// # Shapes
+/// - ids: `[t]`, weight: `[v, e]` → `[t, e]`
+pub fn embedding(ids: Tensor<1, Int>, weight: Tensor<2>) -> Tensor<2> {
+    plain::embedding(ids, weight)
+}
+
+/// Σ over `rows` of `logsumexp(logits) − logits[target]` with `logits = hidden · weightᵀ`,
+/// accumulated in f32; rows that aren't named never reach the head.
+///
+/// # Shapes
+/// - hidden: `[t, e]`, weight: `[v, e]`, rows, targets: `[n]` → `[1]`
+pub fn linear_cross_entropy(
+    hidden: Tensor<2>,
+    weight: Tensor<2>,
+    rows: Tensor<1, Int>,
+    targets: Tensor<1, Int>,
+) -> Tensor<1> {
+    plain::linear_cross_entropy(hidden, weight, rows, targets)
+}
+
+/// Σ x², in an order that doesn't depend on thread timing.
+pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
+    plain::sum_squares(x)
+}
+
+/// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32.
+///
+/// # Shapes
+/// - param, m, v, grad: `[n]`
+pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step: &AdamW) -> [Tensor<1>; 3] {
+    plain::adamw(param, m, v, grad, step)
+}
+
+/// The scalars of one AdamW update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// β₁
+    pub beta1: f64,
+    /// β₂
+    pub beta2: f64,
+    /// ε, added to √v̂
+    pub eps: f64,
+    /// Decoupled weight decay; 0 for this parameter if it isn't decayed.
+    pub weight_decay: f64,
+    /// k: 1 for the first update.
+    pub update: usize,
+    /// Factor on the gradient: 1/tokens times the clip coefficient.
+    pub grad_scale: f64,
+}
+
+impl Dropout {
+    /// The factors of the part's token `n`: 0 with probability p, else 1/(1 − p).
+    pub fn factors(&self, n: usize, row: &mut [f32]) {
+        use rand_chacha::ChaCha8Rng;
+        use rand_chacha::rand_core::{Rng, SeedableRng};
+        let mut generator = ChaCha8Rng::seed_from_u64(self.key);
+        // One stream a token: no position depends on the width of the layer.
+        generator.set_stream(self.first_token + n as u64);
+        let keep = 1.0 / (1.0 - self.p);
+        // A u32 below this is a zero; 2^32 itself stands for p = 1.
+        let limit = (f64::from(self.p) * 2f64.powi(32)) as u64;
+        for factor in row {
+            *factor = if u64::from(generator.next_u32()) < limit { 0.0 } else { keep };
+        }
+    }
+}
