@@ -475,5 +475,10 @@ pub fn reference() -> String {
     reference::Reference::new().markdown()
 }
 
+/// The reference of all keys as flags, for `--help`.
+pub fn help() -> String {
+    reference::Reference::new().flags()
+}
+
 #[cfg(test)]
 mod tests;

@@ -186,16 +186,14 @@ impl Reader<'_> {
             return;
         }
         if let (Some(chosen), Some(types)) = (chosen, types_with::<T>(name)) {
-            // With the type itself unreadable, nobody knows which keys it has.
-            if !self.failed(&join(section, "type")) {
+            let key = join(section, "type");
+            // A later file or flag that changes the type leaves the keys of the earlier one behind. With a type
+            // that is unreadable, nobody knows which keys it has.
+            let left_behind = self.given.get(&key).is_some_and(|changed| at.is_before(*changed));
+            if !left_behind && !self.failed(&key) {
                 let message =
                     format!("`{path}` is a key of `type = {types}`, and this is `type = \"{chosen}\"`");
-                self.problem(
-                    at,
-                    &path,
-                    message,
-                    format!("take it out, or change `{}`", join(section, "type")),
-                );
+                self.problem(at, &path, message, format!("take it out, or change `{key}`"));
             }
             return;
         }

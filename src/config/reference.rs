@@ -93,6 +93,21 @@ impl Reference {
     }
 }
 
+impl Reference {
+    /// The keys as flags, for `--help`.
+    pub fn flags(&self) -> String {
+        let mut out = String::new();
+        for page in &self.pages {
+            for row in page.rows.iter().filter(|row| !self.is_section(&join(&page.path, row.name))) {
+                let flag = join(&page.path, row.name).replace('_', "-");
+                let only = page.only(row);
+                out += &format!("  --{flag} <{}>  [{}]\n        {only}{}\n", row.kind, row.default, row.doc);
+            }
+        }
+        out
+    }
+}
+
 const HEAD: &str = include_str!("reference_head.md");
 
 impl Page {
@@ -105,16 +120,21 @@ impl Page {
         self.rows.iter().find(|row| row.name == "type").map_or(&[], |row| &row.types)
     }
 
+    /// "Only `adamw`.", for a key that not all types have.
+    fn only(&self, row: &Row) -> String {
+        match row.types.as_slice() {
+            types if row.name == "type" || types.len() == self.types().len() => String::new(),
+            types => format!("Only {}. ", one_of(types)),
+        }
+    }
+
     fn markdown(&self, out: &mut String) {
         let title = if self.path.is_empty() { "Top level".into() } else { format!("`[{}]`", self.path) };
         let off = if self.off { " Off unless it is named." } else { "" };
         write!(out, "\n## {title}\n\n{}{off}\n\n", self.about).expect("a String takes everything");
         out.push_str("| key | type | default | meaning |\n|---|---|---|---|\n");
         for row in &self.rows {
-            let only = match row.types.as_slice() {
-                types if row.name == "type" || types.len() == self.types().len() => String::new(),
-                types => format!("Only {}. ", one_of(types)),
-            };
+            let only = self.only(row);
             let cell = |text: &str| text.replace('|', "\\|");
             writeln!(
                 out,

@@ -11,6 +11,13 @@ pub(crate) struct Place {
     line: usize,
 }
 
+impl Place {
+    /// Whether this is of an earlier file or flag.
+    pub fn is_before(self, other: Place) -> bool {
+        self.source < other.source
+    }
+}
+
 /// The names of everything that was read.
 #[derive(Debug, Default)]
 pub(crate) struct Sources(Vec<String>);
