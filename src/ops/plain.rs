@@ -36,7 +36,12 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
     let outputs = documents.ranges().map(|(start, end)| {
         let l = end - start;
         let heads = |x: Tensor<3>| x.narrow(0, start, l).swap_dims(0, 1).cast(DType::F32);
-        let shared = |x: Tensor<3>| heads(x).unsqueeze_dim::<4>(1).repeat_dim(1, h / g).reshape([h, l, d]);
+        let shared = |x: Tensor<3>| match h / g {
+            // Not `repeat_dim(1, 1)`: its gradient sums over a dimension of size 1, which burn-cubecl
+            // 0.22.1 gets wrong for a transposed tensor.
+            1 => heads(x),
+            n => heads(x).unsqueeze_dim::<4>(1).repeat_dim(1, n).reshape([h, l, d]),
+        };
         let scores = heads(q.clone()).matmul(shared(k.clone()).swap_dims(1, 2)).mul_scalar(scale);
         let future = Tensor::<2>::ones([l, l], &scores.device())
             .triu(1)
