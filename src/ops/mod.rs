@@ -7,7 +7,19 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor};
 
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "flex")]
+mod linear;
 pub mod plain;
+#[cfg(feature = "flex")]
+mod rms_norm;
+#[cfg(feature = "flex")]
+mod rope;
+#[cfg(feature = "flex")]
+mod swiglu;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +76,10 @@ pub struct Dropout {
 /// # Shapes
 /// - x: `[t, e]`, weight: `[e]` → `[t, e]`
 pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && flex::takes(&weight) {
+        return rms_norm::rms_norm(x, weight, eps);
+    }
     plain::rms_norm(x, weight, eps)
 }
 
@@ -73,6 +89,10 @@ pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, h, d]`, weight: `[d]` → `[t, h, d]`
 pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Rope) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && weight.as_ref().is_none_or(flex::takes) && flex::takes(&rope.cos) {
+        return rope::qk_norm_rope(x, weight, eps, rope);
+    }
     plain::qk_norm_rope(x, weight, eps, rope)
 }
 
@@ -89,6 +109,10 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
 /// # Shapes
 /// - gate, up: `[t, f]` → `[t, f]`
 pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&gate) && flex::takes(&up) {
+        return swiglu::swiglu(gate, up);
+    }
     plain::swiglu(gate, up)
 }
 
@@ -97,6 +121,10 @@ pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, in]`, weight: `[out, in]` → `[t, out]`
 pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && flex::takes(&weight) {
+        return linear::linear(x, weight);
+    }
     plain::linear(x, weight)
 }
 
