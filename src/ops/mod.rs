@@ -11,6 +11,8 @@ use burn::tensor::{Int, Tensor};
 mod flex;
 #[cfg(feature = "flex")]
 mod linear;
+#[cfg(feature = "flex")]
+mod lora_linear;
 pub mod plain;
 #[cfg(feature = "flex")]
 mod rms_norm;
@@ -140,6 +142,10 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if [&x, &weight, &a, &b].into_iter().all(flex::takes) {
+        return lora_linear::lora_linear(x, weight, a, b, parts);
+    }
     plain::lora_linear(x, weight, a, b, parts)
 }
 

@@ -164,6 +164,25 @@ pub fn product(x: &[f32], rows: usize, b: Matrix<'_>, threads: Threads) -> Vec<f
     out
 }
 
+/// y ← y + x · b, each row on its own as in [`product`].
+///
+/// # Shapes
+/// - y: `[rows, b.columns]`, x: `[rows, b.rows]`, both contiguous
+pub fn add_product(y: &mut [f32], x: &[f32], rows: usize, b: Matrix<'_>, threads: Threads) {
+    let (inner, columns) = (b.rows, b.columns);
+    assert_eq!((y.len(), x.len()), (rows * columns, rows * inner), "rows of y and x");
+    let needed = least_rows(columns);
+    if rows == 0 || rows >= needed {
+        multiply(Target::add(y, rows, columns), Matrix::new(x, rows, inner), b, threads);
+        return;
+    }
+    let (mut padded_y, mut padded_x) = (y.to_vec(), x.to_vec());
+    padded_y.resize(needed * columns, 0.0);
+    padded_x.resize(needed * inner, 0.0);
+    add_product(&mut padded_y, &padded_x, needed, b, threads);
+    y.copy_from_slice(&padded_y[..y.len()]);
+}
+
 /// Rows from which gemm takes its general path for results with so many columns.
 fn least_rows(columns: usize) -> usize {
     match columns {
@@ -237,8 +256,11 @@ mod tests {
                         false => Matrix::new(&w, inner, columns),
                     };
                     let all = product(&x, 300, b, Threads::All);
+                    let mut all_sum = vec![0.75; all.len()];
+                    add_product(&mut all_sum, &x, 300, b, Threads::All);
+                    let rows_of = |first: usize, rows: usize| &x[first * inner..(first + rows) * inner];
                     for (first, rows) in [(0, 1), (7, 1), (3, 2), (5, 31), (64, 64), (100, 65), (1, 257)] {
-                        let some = product(&x[first * inner..(first + rows) * inner], rows, b, Threads::One);
+                        let some = product(rows_of(first, rows), rows, b, Threads::One);
                         let same =
                             some.iter().zip(&all[first * columns..]).all(|(a, b)| a.to_bits() == b.to_bits());
                         assert!(

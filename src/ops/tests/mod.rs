@@ -44,11 +44,18 @@ impl Input {
 
 /// The result of an op, then the gradient of each tracked input, with a random gradient coming in.
 pub fn run(inputs: &[Input], op: &dyn Fn(&[Tensor<1>]) -> Tensor<1>) -> Vec<Vec<f32>> {
+    let plain: Vec<_> = inputs.iter().cloned().map(Input::frozen).map(|input| input.tensor()).collect();
+    let len = op(&plain).dims()[0];
+    run_with(inputs, &random(len, 999).values, op)
+}
+
+/// As [`run`], with this gradient coming in.
+pub fn run_with(inputs: &[Input], incoming: &[f32], op: &dyn Fn(&[Tensor<1>]) -> Tensor<1>) -> Vec<Vec<f32>> {
     let tensors: Vec<_> = inputs.iter().map(Input::tensor).collect();
     let out = op(&tensors);
     let mut results = vec![floats(out.clone())];
     if inputs.iter().any(|input| input.tracked) {
-        let incoming = random(out.dims()[0], 999).frozen().tensor();
+        let incoming = Input { values: incoming.to_vec(), tracked: false }.tensor();
         let mut grads = (out * incoming).sum().backward();
         let tracked = tensors.iter().zip(inputs).filter(|(_, input)| input.tracked);
         results.extend(tracked.map(|(t, _)| floats(t.grad_remove(&mut grads).expect("a gradient"))));
