@@ -8,6 +8,8 @@ use std::sync::Arc;
 use burn::tensor::{Int, Tensor};
 
 #[cfg(feature = "flex")]
+mod attention;
+#[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "flex")]
 mod linear;
@@ -103,6 +105,10 @@ pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Ro
 /// # Shapes
 /// - q: `[t, h, d]`, k, v: `[t, g, d]` with h a multiple of g → `[t, h, d]`
 pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents, scale: f32) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if [&q, &k, &v].into_iter().all(flex::takes) {
+        return attention::attention(q, k, v, documents, scale);
+    }
     plain::attention(q, k, v, documents, scale)
 }
 

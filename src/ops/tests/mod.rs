@@ -8,6 +8,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+mod attention;
 mod elementwise;
 mod products;
 
