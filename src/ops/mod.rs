@@ -14,7 +14,11 @@ mod flex;
 #[cfg(feature = "flex")]
 mod linear;
 #[cfg(feature = "flex")]
+mod linear_cross_entropy;
+#[cfg(feature = "flex")]
 mod lora_linear;
+#[cfg(feature = "flex")]
+mod optim;
 pub mod plain;
 #[cfg(feature = "flex")]
 mod rms_norm;
@@ -174,11 +178,37 @@ pub fn linear_cross_entropy(
     rows: Tensor<1, Int>,
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&hidden) && flex::takes(&weight) {
+        return linear_cross_entropy::linear_cross_entropy(hidden, weight, rows, targets);
+    }
     plain::linear_cross_entropy(hidden, weight, rows, targets)
+}
+
+/// The loss of each of `rows`, as in [`linear_cross_entropy`], without a gradient.
+///
+/// # Shapes
+/// - hidden: `[t, e]`, weight: `[v, e]`, rows, targets: `[n]` → `[n]`
+pub fn token_losses(
+    hidden: Tensor<2>,
+    weight: Tensor<2>,
+    rows: Tensor<1, Int>,
+    targets: Tensor<1, Int>,
+) -> Tensor<1> {
+    let (hidden, weight) = (hidden.inner(), weight.inner());
+    #[cfg(feature = "flex")]
+    if flex::takes(&hidden) && flex::takes(&weight) {
+        return linear_cross_entropy::token_losses(hidden, weight, rows, targets);
+    }
+    plain::token_losses(hidden, weight, rows.inner(), targets.inner())
 }
 
 /// Σ x², in an order that doesn't depend on thread timing.
 pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && !x.is_autodiff() {
+        return optim::sum_squares(x);
+    }
     plain::sum_squares(x)
 }
 
@@ -187,6 +217,10 @@ pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
 /// # Shapes
 /// - param, m, v, grad: `[n]`
 pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step: &AdamW) -> [Tensor<1>; 3] {
+    #[cfg(feature = "flex")]
+    if [&param, &m, &v, &grad].into_iter().all(|x| flex::takes(x) && !x.is_autodiff()) {
+        return optim::adamw(param, m, v, grad, step);
+    }
     plain::adamw(param, m, v, grad, step)
 }
 

@@ -111,11 +111,21 @@ pub fn linear_cross_entropy(
     rows: Tensor<1, Int>,
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
+    token_losses(hidden, weight, rows, targets).sum()
+}
+
+/// See [`super::token_losses`].
+pub fn token_losses(
+    hidden: Tensor<2>,
+    weight: Tensor<2>,
+    rows: Tensor<1, Int>,
+    targets: Tensor<1, Int>,
+) -> Tensor<1> {
     let logits = linear(hidden.select(0, rows), weight).cast(DType::F32);
     let picked = logits.clone().gather(1, targets.unsqueeze_dim(1));
     let max = logits.clone().detach().max_dim(1);
     let logsumexp = (logits - max.clone()).exp().sum_dim(1).log() + max;
-    (logsumexp - picked).sum()
+    (logsumexp - picked).squeeze_dim(1)
 }
 
 /// See [`super::sum_squares`].

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::super::flex::Buffer;
 use super::super::flex::gemm::{Matrix, Target, Threads, multiply};
-use super::super::flex::simd::{exp, fma, scale_into, vectorised};
+use super::super::flex::simd::{exp_and_sum, fma, largest, scale_into, vectorised};
 use super::{Layout, ROWS};
 
 /// The result `[t, heads, size]` and the log-sum-exp `[t, heads]`.
@@ -103,36 +103,4 @@ vectorised! {
         unseen.fill(0.0);
         (sum, sum.ln() - shift)
     }
-}
-
-/// The largest element; NaN if there is one in the last place of its lane.
-#[inline(always)]
-pub fn largest(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; 32];
-    let mut chunks = values.chunks_exact(32);
-    for chunk in &mut chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane = if value > *lane { value } else { *lane };
-        }
-    }
-    let rest = chunks.remainder().iter().chain(&lanes);
-    rest.fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
-}
-
-/// value ← e^argument(value); returns the sum.
-#[inline(always)]
-fn exp_and_sum<const FMA: bool>(values: &mut [f32], argument: impl Fn(f32) -> f32) -> f32 {
-    let mut lanes = [0.0f32; 32];
-    let mut chunks = values.chunks_exact_mut(32);
-    for chunk in &mut chunks {
-        for (lane, value) in lanes.iter_mut().zip(chunk) {
-            *value = exp::<FMA>(argument(*value));
-            *lane += *value;
-        }
-    }
-    for (lane, value) in lanes.iter_mut().zip(chunks.into_remainder()) {
-        *value = exp::<FMA>(argument(*value));
-        *lane += *value;
-    }
-    super::super::flex::simd::sum_lanes(lanes)
 }

@@ -11,7 +11,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::ops::{Backward, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, DispatchDevice, Flex};
-use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{BackendPrimitive, DType, Device, Shape, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
 pub mod gemm;
@@ -24,6 +24,14 @@ pub fn takes<const D: usize>(x: &Tensor<D>) -> bool {
 
 fn is_flex(device: &Device) -> bool {
     matches!(device.clone().without_autodiff().as_dispatch(), DispatchDevice::Flex(_))
+}
+
+/// The CPU tensor inside, without its tape.
+pub fn primitive<const D: usize, K>(x: Tensor<D, K>) -> FlexTensor
+where
+    K: burn::tensor::kind::Autodiff + BackendPrimitive<Flex, Primitive = FlexTensor>,
+{
+    x.inner().try_into_primitive::<Flex>().expect("`takes` has seen the device")
 }
 
 /// The tensor with its elements in row-major order; a copy only if they aren't.

@@ -148,6 +148,38 @@ pub fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f32 {
     sum_lanes(lanes)
 }
 
+/// The largest element, −∞ of none. NaN is passed over: it shows in the sum that follows.
+#[inline(always)]
+pub fn largest(values: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut chunks = values.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, value);
+        }
+    }
+    chunks.remainder().iter().chain(&lanes).fold(f32::NEG_INFINITY, |a, &b| larger(a, b))
+}
+
+/// value ← e^argument(value); returns the sum.
+#[inline(always)]
+pub fn exp_and_sum<const FMA: bool>(values: &mut [f32], argument: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let mut chunks = values.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for (lane, value) in lanes.iter_mut().zip(chunk) {
+            *value = exp::<FMA>(argument(*value));
+            *lane += *value;
+        }
+    }
+    for (lane, value) in lanes.iter_mut().zip(chunks.into_remainder()) {
+        *value = exp::<FMA>(argument(*value));
+        *lane += *value;
+    }
+    sum_lanes(lanes)
+}
+
 vectorised! {
     /// Writes x · factor.
     pub fn scale_into(x: &[f32], factor: f32, out: &mut [MaybeUninit<f32>]) {

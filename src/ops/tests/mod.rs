@@ -10,6 +10,8 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 
 mod attention;
 mod elementwise;
+mod loss;
+mod optim;
 mod products;
 
 /// One float input of an op, flat; the op reshapes it.
