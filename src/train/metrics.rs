@@ -1,0 +1,280 @@
+//! What a step is measured by, its JSON row, and model FLOPs utilisation.
+//!
+//! # FLOPs of a step
+//! A product of `[m, k]` and `[k, n]` counts 2mkn. With L layers, h query heads of size d, a
+//! linear layer of `p` weights, l the length of a document, t tokens and c trained tokens:
+//!
+//! * linear layers: 2·p·t forward, the same for the gradient of the input, and once more for the
+//!   gradient of the weight where it is trained;
+//! * head (p = vocabulary × hidden): the same with c in the place of t, since rows without a
+//!   target never reach it;
+//! * adapters: 6 × their weights × t;
+//! * attention, causal and inside documents: `2·L·h·d·Σ l(l + 1)` forward (two products of h·d per
+//!   pair of positions, l(l + 1)/2 pairs), twice that backward. `d` is the model's `head_dim`,
+//!   not hidden/heads.
+//!
+//! Recomputed activations, norms, softmax and the optimizer don't count. MFU = FLOPs / seconds /
+//! peak; the peak is the vendor's dense bf16 figure and known only for the cards of [`PEAKS`].
+
+use serde_json::{Map, Value, json};
+
+use crate::data::Batch;
+
+/// Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name; the first that matches
+/// counts. From NVIDIA's data sheets; the same figures as prime-rl's.
+pub const PEAKS: [(&str, f64); 7] = [
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("A100", 312e12),
+];
+
+/// The peak of a device by its name.
+pub fn peak_flops(device_name: &str) -> Option<f64> {
+    PEAKS.iter().find(|(part, _)| device_name.contains(part)).map(|&(_, peak)| peak)
+}
+
+/// The sizes that the FLOPs of a step depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlopCounts {
+    /// Weights of all linear layers but the head.
+    pub linear_weights: usize,
+    /// Those of them that are trained themselves.
+    pub trained_linear_weights: usize,
+    /// Weights of the head.
+    pub head_weights: usize,
+    /// Whether the head is trained itself.
+    pub head_trained: bool,
+    /// Weights of all adapters.
+    pub adapter_weights: usize,
+    /// L·h·d: layers × query heads × head size.
+    pub attention_width: usize,
+}
+
+impl FlopCounts {
+    /// FLOPs of one optimizer step (see the module's formula).
+    pub fn of_step(&self, batches: &[Batch]) -> f64 {
+        let tokens: usize = batches.iter().map(Batch::tokens).sum();
+        let trained: usize = batches.iter().map(Batch::trained_tokens).sum();
+        let linear = 4 * self.linear_weights + 2 * self.trained_linear_weights + 6 * self.adapter_weights;
+        let head = if self.head_trained { 6 } else { 4 } * self.head_weights;
+        let documents = batches.iter().flat_map(|b| b.cu_seqlens.windows(2).map(|w| w[1] - w[0]));
+        let pairs: f64 = documents.map(|l| f64::from(l) * f64::from(l + 1)).sum();
+        linear as f64 * tokens as f64
+            + head as f64 * trained as f64
+            + 3.0 * 2.0 * self.attention_width as f64 * pairs
+    }
+}
+
+/// Seconds of one step by phase.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct PhaseTimes {
+    /// Waiting for the step's batches.
+    pub data: f64,
+    /// Forward and backward over all micro-batches.
+    pub forward_backward: f64,
+    /// Norm, clipping and update.
+    pub optimizer: f64,
+    /// Validation after the step.
+    pub val: f64,
+    /// The checkpoint before the step.
+    pub save_ckpt: f64,
+}
+
+impl PhaseTimes {
+    /// Seconds of the step itself: without validation and checkpoint.
+    pub fn step(&self) -> f64 {
+        self.data + self.forward_backward + self.optimizer
+    }
+}
+
+/// One finished optimizer step.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct StepMetrics {
+    /// Number of steps so far, this one included.
+    pub step: usize,
+    /// Passes over the data begun so far.
+    pub epoch: usize,
+    /// Mean loss over the step's trained tokens, before the update.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// The rate used.
+    pub lr: f64,
+    /// Tokens through the model in this step, padding included.
+    pub tokens: usize,
+    /// Trained tokens of this step.
+    pub trained_tokens: usize,
+    /// Tokens through the model so far.
+    pub total_tokens: usize,
+    /// Trained tokens so far.
+    pub total_trained_tokens: usize,
+    /// Packed rows so far.
+    pub total_rows: usize,
+    /// Percent of the device's peak, where that is known.
+    pub mfu: Option<f64>,
+    /// The process's peak memory in bytes, where the system says.
+    pub peak_bytes: Option<u64>,
+    /// Bytes reserved on the device, where it says.
+    pub device_bytes: Option<u64>,
+    /// Seconds by phase.
+    pub time: PhaseTimes,
+    /// Validation loss after the step, if it was measured.
+    pub val_loss: Option<f64>,
+    /// The step held no trained token and was skipped.
+    pub skipped: bool,
+}
+
+impl StepMetrics {
+    /// Tokens through the model per second.
+    pub fn throughput(&self) -> f64 {
+        per_second(self.tokens, self.time.step())
+    }
+
+    /// Trained tokens per second.
+    pub fn trained_throughput(&self) -> f64 {
+        per_second(self.trained_tokens, self.time.step())
+    }
+
+    /// The row in `metrics.jsonl`: prime-rl's names, and ours for what it doesn't have.
+    pub fn to_json(&self) -> Value {
+        let mut row = Map::new();
+        row.insert("step".into(), json!(self.step));
+        if self.skipped {
+            row.insert("skipped".into(), json!(true));
+        } else {
+            row.insert("loss/mean".into(), json!(self.loss));
+            row.insert("loss/perplexity".into(), json!(self.loss.min(20.0).exp()));
+            row.insert("optim/grad_norm".into(), json!(self.grad_norm));
+        }
+        row.insert("optim/lr".into(), json!(self.lr));
+        if let Some(loss) = self.val_loss {
+            row.insert("val/loss".into(), json!(loss));
+        }
+        row.insert("progress/epoch".into(), json!(self.epoch));
+        row.insert("progress/num_tokens".into(), json!(self.total_tokens));
+        row.insert("progress/num_trained_tokens".into(), json!(self.total_trained_tokens));
+        row.insert("progress/num_rows".into(), json!(self.total_rows));
+        row.insert("perf/tokens".into(), json!(self.tokens));
+        row.insert("perf/trained_tokens".into(), json!(self.trained_tokens));
+        row.insert("perf/throughput".into(), json!(self.throughput()));
+        row.insert("perf/trained_throughput".into(), json!(self.trained_throughput()));
+        let optional = [
+            ("perf/mfu", self.mfu.map(|v| json!(v))),
+            ("perf/peak_memory", self.peak_bytes.map(|v| json!(gib(v)))),
+            ("perf/device_memory", self.device_bytes.map(|v| json!(gib(v)))),
+        ];
+        for (name, value) in optional {
+            if let Some(value) = value {
+                row.insert(name.into(), value);
+            }
+        }
+        let time = &self.time;
+        row.insert("time/step".into(), json!(time.step()));
+        row.insert("time/data".into(), json!(time.data));
+        row.insert("time/forward_backward".into(), json!(time.forward_backward));
+        row.insert("time/optimizer".into(), json!(time.optimizer));
+        row.insert("time/val".into(), json!(time.val));
+        row.insert("time/save_ckpt".into(), json!(time.save_ckpt));
+        Value::Object(row)
+    }
+}
+
+fn per_second(count: usize, seconds: f64) -> f64 {
+    if seconds > 0.0 { count as f64 / seconds } else { 0.0 }
+}
+
+/// Bytes as GiB.
+pub fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1u64 << 30) as f64
+}
+
+/// The process's peak resident memory: `VmHWM` of Linux's `/proc/self/status`; `None` elsewhere.
+pub fn peak_process_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batch(documents: &[u32], trained: usize) -> Batch {
+        let mut cu_seqlens = vec![0];
+        for l in documents {
+            cu_seqlens.push(cu_seqlens[cu_seqlens.len() - 1] + l);
+        }
+        let t = cu_seqlens[cu_seqlens.len() - 1] as usize;
+        let loss_mask = (0..t).map(|i| i < trained).collect();
+        Batch { input_ids: vec![0; t], loss_mask, cu_seqlens, ..Default::default() }
+    }
+
+    #[test]
+    fn attention_counts_inside_documents_only() {
+        let counts = FlopCounts {
+            linear_weights: 0,
+            trained_linear_weights: 0,
+            head_weights: 0,
+            head_trained: false,
+            adapter_weights: 0,
+            attention_width: 5,
+        };
+        // Forward of one document of l: two products, 2·h·d each, over l(l+1)/2 pairs.
+        assert_eq!(counts.of_step(&[batch(&[3], 0)]), 3.0 * (2.0 * 2.0 * 5.0 * 6.0));
+        let two = counts.of_step(&[batch(&[3, 4], 0)]);
+        assert_eq!(two, counts.of_step(&[batch(&[3], 0), batch(&[4], 0)]));
+        assert!(two < counts.of_step(&[batch(&[7], 0)]));
+    }
+
+    #[test]
+    fn frozen_weights_have_no_weight_gradient() {
+        let lora = FlopCounts {
+            linear_weights: 100,
+            trained_linear_weights: 0,
+            head_weights: 10,
+            head_trained: false,
+            adapter_weights: 7,
+            attention_width: 0,
+        };
+        assert_eq!(lora.of_step(&[batch(&[4], 3)]), 4.0 * (400.0 + 42.0) + 3.0 * 40.0);
+        let full = FlopCounts { trained_linear_weights: 100, head_trained: true, adapter_weights: 0, ..lora };
+        assert_eq!(full.of_step(&[batch(&[4], 3)]), 4.0 * 600.0 + 3.0 * 60.0);
+    }
+
+    #[test]
+    fn peaks_by_name() {
+        assert_eq!(peak_flops("NVIDIA H100 PCIe"), Some(756e12));
+        assert_eq!(peak_flops("NVIDIA H100 80GB HBM3"), Some(989e12));
+        assert_eq!(peak_flops("llvmpipe (LLVM 19)"), None);
+    }
+
+    #[test]
+    fn row_has_prime_rl_names() {
+        let metrics = StepMetrics {
+            step: 3,
+            loss: 2.0,
+            tokens: 100,
+            trained_tokens: 50,
+            time: PhaseTimes { data: 0.5, forward_backward: 1.0, optimizer: 0.5, ..Default::default() },
+            ..Default::default()
+        };
+        let row = metrics.to_json();
+        for name in ["loss/mean", "optim/grad_norm", "optim/lr", "perf/throughput", "time/step"] {
+            assert!(row[name].is_number(), "{name} in {row}");
+        }
+        assert_eq!(row["perf/throughput"], 50.0);
+        assert_eq!(row["perf/trained_throughput"], 25.0);
+        assert!(row.get("val/loss").is_none() && row.get("perf/mfu").is_none());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn peak_memory_is_read_on_linux() {
+        assert!(peak_process_bytes().unwrap() > 1 << 20);
+    }
+}

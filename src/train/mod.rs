@@ -1,0 +1,11 @@
+//! Training: the recipe ([`sft`]), one step of it ([`step`]), and what they are made of.
+
+pub mod eval;
+pub mod metrics;
+pub mod optim;
+pub mod schedule;
+pub mod sft;
+pub mod step;
+
+pub use metrics::StepMetrics;
+pub use sft::{SftLearner, StopFlag, Summary};
