@@ -34,9 +34,6 @@ pub mod tensors;
 
 pub use tensors::Named;
 
-/// The version of `state.json`.
-const FORMAT: u32 = 1;
-
 /// The folders of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunFolder {
@@ -70,16 +67,16 @@ pub struct State {
     pub embertune: String,
     /// How far the run is.
     pub progress: Progress,
-    /// The step at which the schedule began: above 0 after `ckpt.skip_scheduler`.
-    pub schedule_start: usize,
+    /// Steps of the schedule that are done; not `progress.step` after `ckpt.skip_scheduler`.
+    pub schedule_step: usize,
     /// Updates the optimizer has made; skipped steps are none.
     pub optimizer_updates: usize,
     /// Position in the data.
     pub loader: LoaderState,
     /// Keys that must be the same when the run goes on, with their values.
     pub identity: BTreeMap<String, String>,
-    /// Keys that shape the schedule; a change is reported.
-    pub schedule: BTreeMap<String, String>,
+    /// Keys that may change, with their values; a change is reported.
+    pub settings: BTreeMap<String, String>,
 }
 
 /// A checkpoint read back.
@@ -110,19 +107,8 @@ pub enum Start {
 }
 
 impl State {
-    /// The state of a run of this program.
-    pub fn new(
-        progress: Progress,
-        schedule_start: usize,
-        optimizer_updates: usize,
-        loader: LoaderState,
-        identity: BTreeMap<String, String>,
-        schedule: BTreeMap<String, String>,
-    ) -> Self {
-        let embertune = env!("CARGO_PKG_VERSION").to_string();
-        let format = FORMAT;
-        Self { format, embertune, progress, schedule_start, optimizer_updates, loader, identity, schedule }
-    }
+    /// Version of `state.json` that is written.
+    pub const FORMAT: u32 = 1;
 }
 
 impl RunFolder {
@@ -143,12 +129,28 @@ impl RunFolder {
         self.root.join("logs").join("trainer.log")
     }
 
-    /// Decides where the run begins and makes the folder ready for it. What is in the way is an error,
-    /// or renamed, or (with `clean_output_dir`) deleted; `note` hears of it.
+    /// Decides where the run begins; changes nothing.
     ///
     /// # Errors
-    /// Checkpoints or weights of another run, or no such checkpoint.
-    pub fn prepare(&self, config: &SftConfig, note: &mut dyn FnMut(String)) -> Result<Start> {
+    /// Checkpoints or weights of another run in a fresh run's way, or no such checkpoint.
+    pub fn start(&self, config: &SftConfig) -> Result<Start> {
+        if config.clean_output_dir {
+            return Ok(Start::Fresh);
+        }
+        match config.ckpt.as_ref().and_then(|c| c.resume_step) {
+            Some(wanted) => self.find(wanted),
+            None => self.refuse_to_mix().map(|()| Start::Fresh),
+        }
+    }
+
+    /// Makes the folder ready for a run that begins at `start`, whose checkpoint is read already: what is
+    /// in the way is renamed, or (with `clean_output_dir`) deleted; `note` hears of it.
+    pub fn make_ready(
+        &self,
+        config: &SftConfig,
+        start: &Start,
+        note: &mut dyn FnMut(String),
+    ) -> Result<()> {
         if config.clean_output_dir {
             self.clean(note)?;
         }
@@ -158,19 +160,22 @@ impl RunFolder {
                 note(format!("removed {removed} unfinished save in `{}`", parent.display()));
             }
         }
-        let start = match config.ckpt.as_ref().and_then(|c| c.resume_step) {
-            Some(wanted) => self.find(wanted, note)?,
-            None => Start::Fresh,
-        };
-        match (&start, config.ckpt.as_ref().is_some_and(|c| c.resume_step.is_some())) {
-            (Start::Fresh, false) => self.refuse_to_mix()?,
-            (Start::Fresh, true) => {}
-            (Start::Resume { step, .. }, _) => {
-                let from = if config.ckpt.as_ref().is_some_and(|c| c.skip_progress) { 0 } else { *step };
-                self.set_later_aside(from, *step, note)?;
+        match start {
+            Start::Resume { step, .. } => {
+                let skip = config.ckpt.as_ref().is_some_and(|c| c.skip_progress);
+                if skip && self.metrics().exists() {
+                    folder::set_aside(&self.metrics())?;
+                }
+                self.set_later_aside(if skip { 0 } else { *step }, note)
+            }
+            Start::Fresh => {
+                if self.metrics().exists() {
+                    folder::set_aside(&self.metrics())?;
+                }
+                // Only with `resume_step = -1` and no checkpoint: weights that were saved before a kill.
+                self.set_later_aside(0, note)
             }
         }
-        Ok(start)
     }
 
     /// Deletes what a run of ours writes, nothing else.
@@ -196,20 +201,11 @@ impl RunFolder {
         }
     }
 
-    /// The checkpoint of `wanted`, or the newest for -1.
-    fn find(&self, wanted: i64, note: &mut dyn FnMut(String)) -> Result<Start> {
+    /// The checkpoint of `wanted`, or the newest for -1 (the beginning if there is none).
+    fn find(&self, wanted: i64) -> Result<Start> {
         let steps = folder::steps(&self.checkpoints)?;
         let Ok(wanted) = usize::try_from(wanted) else {
-            return Ok(match steps.last() {
-                Some(&step) => self.resume(step),
-                None => {
-                    note(format!(
-                        "`ckpt.resume_step = -1`: no checkpoint in `{}`, starting from the beginning",
-                        self.checkpoints.display()
-                    ));
-                    Start::Fresh
-                }
-            });
+            return Ok(steps.last().map_or(Start::Fresh, |&step| self.resume(step)));
         };
         if steps.contains(&wanted) {
             return Ok(self.resume(wanted));
@@ -245,12 +241,12 @@ impl RunFolder {
     }
 
     /// Going on from an earlier step leaves a branch behind: its folders are renamed.
-    fn set_later_aside(&self, from: usize, resumed: usize, note: &mut dyn FnMut(String)) -> Result<()> {
+    fn set_later_aside(&self, step: usize, note: &mut dyn FnMut(String)) -> Result<()> {
         for parent in [&self.checkpoints, &self.weights] {
-            for step in folder::steps(parent)?.into_iter().filter(|&s| s > from && s != resumed) {
-                let path = parent.join(format!("step_{step}"));
+            for later in folder::steps(parent)?.into_iter().filter(|&s| s > step) {
+                let path = parent.join(format!("step_{later}"));
                 let aside = folder::set_aside(&path)?;
-                note(format!("`{}` is of the branch left behind, now `{}`", path.display(), aside.display()));
+                note(format!("`{}` is of a branch left behind, now `{}`", path.display(), aside.display()));
             }
         }
         Ok(())
@@ -302,8 +298,8 @@ impl RunFolder {
             .ok()
             .and_then(|value: serde_json::Value| value["format"].as_u64())
             .unwrap_or(0);
-        if format != u64::from(FORMAT) {
-            let message = format!("`format` is {format}, this version reads {FORMAT}");
+        if format != u64::from(State::FORMAT) {
+            let message = format!("`format` is {format}, this version reads {}", State::FORMAT);
             return Err(Error::checkpoint(&file, message, "resume with the version that wrote it"));
         }
         let state = serde_json::from_str(&text)

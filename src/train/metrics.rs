@@ -16,9 +16,14 @@
 //! Recomputed activations, norms, softmax and the optimizer don't count. MFU = FLOPs / seconds /
 //! peak; the peak is the vendor's dense bf16 figure and known only for the cards of [`PEAKS`].
 
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
 use serde_json::{Map, Value, json};
 
 use crate::data::Batch;
+use crate::{Error, Result};
 
 /// Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name; the first that matches
 /// counts. From NVIDIA's data sheets; the same figures as prime-rl's.
@@ -200,6 +205,42 @@ pub fn peak_process_bytes() -> Option<u64> {
     Some(kib * 1024)
 }
 
+/// `metrics.jsonl`: a row a step, appended.
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// Opens the file to go on after `step`: later rows, of a run that went on and was lost, are
+    /// cut, and a row that was cut off by a kill.
+    pub fn open(path: &Path, step: usize) -> Result<Self> {
+        let old = match fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
+            Err(e) => return Err(Error::io(path, "read", e)),
+        };
+        let stays = |line: &&str| {
+            let row = serde_json::from_str::<Value>(line).ok();
+            row.and_then(|row| row["step"].as_u64()).is_some_and(|s| s as usize <= step)
+        };
+        let kept: String = old.lines().filter(stays).flat_map(|line| [line, "\n"]).collect();
+        if kept != old {
+            let temporary = path.with_extension("jsonl.partial");
+            fs::write(&temporary, kept).map_err(|e| Error::io(&temporary, "write", e))?;
+            fs::rename(&temporary, path).map_err(|e| Error::io(path, "rename", e))?;
+        }
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        Ok(Self { path: path.into(), file: file.map_err(|e| Error::io(path, "write", e))? })
+    }
+
+    /// Appends a row.
+    pub fn append(&mut self, row: &Value) -> Result<()> {
+        self.file.write_all(format!("{row}\n").as_bytes()).map_err(|e| Error::io(&self.path, "write", e))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -270,6 +311,21 @@ mod tests {
         assert_eq!(row["perf/throughput"], 50.0);
         assert_eq!(row["perf/trained_throughput"], 25.0);
         assert!(row.get("val/loss").is_none() && row.get("perf/mfu").is_none());
+    }
+
+    #[test]
+    fn rows_after_the_resumed_step_are_cut() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        for step in 1..=4 {
+            file.append(&json!({ "step": step })).unwrap();
+        }
+        // A kill in the middle of a row.
+        fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"lo").unwrap();
+        MetricsFile::open(&path, 2).unwrap().append(&json!({ "step": 3, "new": true })).unwrap();
+        let rows = fs::read_to_string(&path).unwrap();
+        assert_eq!(rows, "{\"step\":1}\n{\"step\":2}\n{\"step\":3,\"new\":true}\n");
     }
 
     #[cfg(target_os = "linux")]
