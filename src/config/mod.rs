@@ -1,66 +1,136 @@
-//! The file format of a run: every key, its default and its meaning, here and only here.
+//! The file format of a run: every key, its type, default, limits and meaning, here and only here.
+//!
+//! `load.rs` puts files and flags together, `read.rs` reads them into these tables, `check.rs` has the rules
+//! between keys and the [`Plan`] that follows from them, and `docs/config.md` is written from this file.
+//!
+//! To add a key, add its line here with a doc comment, then use the field; the test that compares
+//! `docs/config.md` says how to write that file anew.
+
+#[macro_use]
+mod table;
+mod check;
+mod field;
+mod flags;
+mod load;
+mod read;
+mod reference;
+mod refused;
+mod source;
+mod write;
+
+pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
+pub use load::{Loaded, load};
+pub use write::Difference;
 
 use std::path::PathBuf;
 
-/// A whole run of supervised fine-tuning.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SftConfig {
-    pub max_steps: Option<usize>,
-    pub num_epochs: Option<usize>,
-    pub seed: u64,
-    pub device: String,
-    pub output_dir: PathBuf,
-    pub clean_output_dir: bool,
-    pub dry_run: bool,
-    pub dist_timeout_seconds: u64,
-    pub model: ModelConfig,
-    pub tokenizer: TokenizerConfig,
-    pub data: DataConfig,
-    pub val: Option<ValConfig>,
-    pub optim: OptimConfig,
-    pub scheduler: SchedulerConfig,
-    pub ckpt: Option<CkptConfig>,
-    pub log: LogConfig,
+table! {
+    /// The run as a whole.
+    pub struct SftConfig {
+        /// Optimizer steps of the whole run, counted from its very start. One of `max_steps` and `num_epochs` is
+        /// needed; with both, the run ends at whichever comes first.
+        max_steps: Option<usize> = None, 1..;
+        /// Passes over the training data.
+        num_epochs: Option<usize> = None, 1..;
+        /// Seed of adapter initialisation and dropout. The order of the data has its own, `data.seed`.
+        seed: u64 = 0;
+        /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`) or several (`cuda:0,1`).
+        /// `auto` takes the best there is.
+        device: String = "auto".into();
+        /// The run folder: checkpoints, weights, metrics, logs and the resolved configuration.
+        output_dir: PathBuf = "outputs".into();
+        /// Empty a run folder that holds an earlier run. Without it, such a folder is an error unless the run resumes.
+        clean_output_dir: bool = false;
+        /// Write the resolved configuration to `output_dir/configs/sft.toml` and stop.
+        dry_run: bool = false;
+        /// How long a rank waits for the others.
+        dist_timeout_seconds: u64 = 600, 1..;
+        /// The model and how it is held.
+        model: ModelConfig = ModelConfig::default();
+        /// The tokenizer and chat template.
+        tokenizer: TokenizerConfig = TokenizerConfig::default();
+        /// The training data.
+        data: DataConfig = DataConfig::default();
+        /// Held-out loss.
+        val: Option<ValConfig> = None;
+        /// The optimizer.
+        optim: OptimConfig = OptimConfig::default();
+        /// The learning rate over the run.
+        scheduler: SchedulerConfig = SchedulerConfig::default();
+        /// Checkpoints and exported weights.
+        ckpt: Option<CkptConfig> = None;
+        /// What is written while it runs.
+        log: LogConfig = LogConfig::default();
+    }
 }
 
-/// `[model]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct ModelConfig {
-    pub name: String,
-    pub seq_len: usize,
-    pub ac: Option<AcConfig>,
-    pub optimization_dtype: String,
-    pub dtype: String,
-    pub lora: Option<LoraConfig>,
+table! {
+    /// The model and how it is held.
+    pub struct ModelConfig {
+        /// A local Hugging Face folder, else a hub id; `embertune/tiny` is the model inside this program.
+        name: String = "Qwen/Qwen3-0.6B".into();
+        /// Not used in SFT, whose rows are `data.seq_len` tokens long; here so that shared `[model]` files load.
+        seq_len: usize = 2048, 1..;
+        /// Recompute activations in the backward pass: less memory, about a third more time.
+        ac: Option<AcConfig> = None;
+        /// How full fine-tuning holds its weights between steps. Adapters and optimizer state are always float32.
+        optimization_dtype: String = "float32".into(), &["float32", "bfloat16"];
+        /// How frozen weights are held. `auto`: bfloat16 on CUDA, float32 elsewhere.
+        dtype: String = "auto".into(), &["auto", "float32", "float16", "bfloat16"];
+        /// Longest document to allow, in place of the model's own `max_position_embeddings`.
+        max_position_embeddings: Option<usize> = None, 1..;
+        /// Train adapters instead of all weights.
+        lora: Option<LoraConfig> = None;
+    }
 }
 
-/// `[model.ac]`: recompute activations in the backward pass.
-#[derive(Debug, Clone, PartialEq)]
-pub struct AcConfig {
-    pub freq: usize,
+table! {
+    /// Recomputation of activations.
+    pub struct AcConfig {
+        /// Every how many layers one is recomputed; 1 is all of them.
+        freq: usize = 1, 1..;
+    }
 }
 
-/// `[model.lora]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct LoraConfig {
-    pub rank: usize,
-    pub alpha: f64,
-    pub dropout: f64,
-    pub target_modules: TargetModules,
-    pub exclude_modules: Option<TargetModules>,
-    pub modules_to_save: Vec<String>,
-    pub use_rslora: bool,
-    pub rank_pattern: Vec<(String, usize)>,
-    pub alpha_pattern: Vec<(String, f64)>,
-    pub layers_to_transform: Option<Vec<usize>>,
-    pub init_lora_weights: InitLoraWeights,
+table! {
+    /// LoRA, with PEFT's names and meanings.
+    pub struct LoraConfig {
+        /// Rank r of the adapters.
+        rank: usize = 16, 1..;
+        /// The adapter's output is scaled by alpha / r.
+        alpha: f64 = 32.0, 0.0..;
+        /// Dropout on the adapter's input, in training only.
+        dropout: f64 = 0.0, 0.0..1.0;
+        /// The linear layers to adapt: a list of names (the last parts of a module's path), a regular expression that
+        /// matches whole paths, or `"all-linear"` (all but the output head).
+        target_modules: TargetModules = TargetModules::List(
+            ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"].map(String::from).into(),
+        );
+        /// Modules to leave out although `target_modules` matches them: a list or a regular expression.
+        exclude_modules: Option<TargetModules> = None;
+        /// Modules to train in full beside the adapters (`embed_tokens`, `lm_head`).
+        modules_to_save: Vec<String> = vec![];
+        /// Scale by alpha / √r instead.
+        use_rslora: bool = false;
+        /// Other ranks for some modules: a table from regular expression to rank; the first match counts.
+        rank_pattern: Vec<(String, usize)> = vec![], 1..;
+        /// Other alphas for some modules, likewise.
+        alpha_pattern: Vec<(String, f64)> = vec![], 0.0..;
+        /// The layers to adapt, counted from 0; needs a list in `target_modules`.
+        layers_to_transform: Option<Vec<usize>> = None;
+        /// How A starts: `true` is uniform in ±1/√in, `"gaussian"` is normal with deviation 1/r. B starts at zero.
+        init_lora_weights: InitLoraWeights = InitLoraWeights::Default;
+    }
 }
 
 /// PEFT's `target_modules`: a list of suffixes, one regular expression, or every linear layer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TargetModules {
+    /// Last parts of a module's path.
     List(Vec<String>),
+    /// A regular expression that matches whole paths.
     Regex(String),
+    /// `"all-linear"`: every linear layer but the output head.
     AllLinear,
 }
 
@@ -73,138 +143,331 @@ pub enum InitLoraWeights {
     Gaussian,
 }
 
-/// `[tokenizer]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct TokenizerConfig {
-    pub name: Option<String>,
-    pub chat_template: Option<String>,
+table! {
+    /// The tokenizer and chat template; both come from the model's folder unless they are given.
+    pub struct TokenizerConfig {
+        /// Folder or hub id to take the tokenizer from.
+        name: Option<String> = None;
+        /// The chat template itself, in Jinja.
+        chat_template: Option<String> = None;
+    }
 }
 
-/// `[data]` (and `[val.data]`)
-#[derive(Debug, Clone, PartialEq)]
-pub enum DataConfig {
-    Sft(SftDataConfig),
-    Fake(FakeDataConfig),
+tagged! {
+    /// The training data.
+    pub enum DataConfig {
+        /// conversations, tokenised by the chat template and packed.
+        "sft" => Sft(table: SftDataConfig),
+        /// made-up tokens, to measure speed.
+        "fake" => Fake(table: FakeDataConfig),
+    }
 }
 
-/// `[data] type = "sft"`
-#[derive(Debug, Clone, PartialEq)]
-pub struct SftDataConfig {
-    pub batch_size: usize,
-    pub seq_len: usize,
-    pub micro_batch_size: usize,
-    pub name: String,
-    pub subsets: Option<Vec<String>>,
-    pub splits: Option<Vec<String>>,
-    pub probabilities: Option<Vec<f64>>,
-    pub stopping_strategy: StoppingStrategy,
-    pub shuffle: bool,
-    pub seed: u64,
-    pub loss_mask: LossMaskConfig,
+table! {
+    /// Conversations: files with `messages`, or `prompt` and `completion`.
+    pub struct SftDataConfig: "sft" {
+        /// Packed rows per optimizer step, over all ranks.
+        batch_size: usize = 128, 1..;
+        /// Tokens in a packed row; a longer document keeps its head.
+        seq_len: usize = 128, 1..;
+        /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
+        micro_batch_size: usize = 1, 1..;
+        /// A jsonl or parquet file, a local folder of them (Hugging Face layout), or a hub id; `embertune/reverse-text`
+        /// is the data inside this program.
+        name: String = "PrimeIntellect/Reverse-Text-SFT".into();
+        /// Subsets to interleave; one for each of `splits` if both are given.
+        subsets: Option<Vec<String>> = None;
+        /// Splits to interleave; `None` is `train`.
+        splits: Option<Vec<String>> = None;
+        /// How often each subset or split is drawn from; they sum to 1. `None` takes turns.
+        probabilities: Option<Vec<f64>> = None, 0.0..;
+        /// When interleaving ends.
+        stopping_strategy: StoppingStrategy = StoppingStrategy::AllExhausted;
+        /// Shuffle, differently in each epoch.
+        shuffle: bool = true;
+        /// Seed of the shuffling.
+        seed: u64 = 0;
+        /// Which roles are trained.
+        loss_mask: LossMaskConfig = LossMaskConfig::default();
+    }
 }
 
-/// When interleaved sources end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StoppingStrategy {
-    AllExhausted,
-    FirstExhausted,
+choice! {
+    /// When interleaved sources end.
+    pub enum StoppingStrategy {
+        /// When every source was used up once; the short ones repeat.
+        "all_exhausted" => AllExhausted,
+        /// When the first source is used up.
+        "first_exhausted" => FirstExhausted,
+    }
 }
 
-/// Which roles are trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LossMaskConfig {
-    pub system: bool,
-    pub user: bool,
-    pub assistant: bool,
-    pub tool: bool,
+table! {
+    /// The roles whose messages are trained.
+    #[derive(Copy, Eq)]
+    pub struct LossMaskConfig {
+        /// System messages.
+        system: bool = false;
+        /// User messages.
+        user: bool = false;
+        /// Assistant messages, with the token that ends them.
+        assistant: bool = true;
+        /// Tool results.
+        tool: bool = false;
+    }
 }
 
-/// `[data] type = "fake"`
-#[derive(Debug, Clone, PartialEq)]
-pub struct FakeDataConfig {
-    pub batch_size: usize,
-    pub seq_len: usize,
-    pub micro_batch_size: usize,
-    pub length: FakeLength,
-    pub input_ids: FakeInputIds,
-    pub seed: u64,
+table! {
+    /// Made-up tokens, every one of them trained.
+    pub struct FakeDataConfig: "fake" {
+        /// Packed rows per optimizer step, over all ranks.
+        batch_size: usize = 128, 1..;
+        /// Tokens in a packed row; a longer document keeps its head.
+        seq_len: usize = 128, 1..;
+        /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
+        micro_batch_size: usize = 1, 1..;
+        /// Lengths of the documents.
+        length: FakeLength = FakeLength::Fixed;
+        /// The tokens.
+        input_ids: FakeInputIds = FakeInputIds::Increasing;
+        /// Seed of the random ones.
+        seed: u64 = 0;
+    }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FakeLength {
-    Fixed,
-    Variable,
+choice! {
+    /// Lengths of made-up documents.
+    pub enum FakeLength {
+        /// One document fills a row.
+        "fixed" => Fixed,
+        /// From 1 to `seq_len - 1` tokens, packed.
+        "variable" => Variable,
+    }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FakeInputIds {
-    Increasing,
-    Random,
+choice! {
+    /// Tokens of made-up documents.
+    pub enum FakeInputIds {
+        /// Each token of document k is k.
+        "increasing" => Increasing,
+        /// Any token of the vocabulary.
+        "random" => Random,
+    }
 }
 
-/// `[val]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct ValConfig {
-    pub interval: usize,
-    pub eval_on_start: bool,
-    pub data: SftDataConfig,
+table! {
+    /// Loss on held-out data, over all its trained tokens.
+    pub struct ValConfig {
+        /// Steps from one evaluation to the next.
+        interval: usize = 50, 1..;
+        /// Evaluate before the first step too.
+        eval_on_start: bool = false;
+        /// The held-out data. Has to be given.
+        data: SftDataConfig = SftDataConfig::default();
+    }
 }
 
-/// `[optim]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct OptimConfig {
-    pub lr: f64,
-    pub weight_decay: f64,
-    pub max_norm: Option<f64>,
-    pub kind: OptimKind,
+table! {
+    /// The optimizer.
+    pub struct OptimConfig {
+        /// Peak learning rate.
+        lr: f64 = 1e-6, 0.0..;
+        /// Decoupled weight decay, on every trained parameter.
+        weight_decay: f64 = 0.01, 0.0..;
+        /// Largest norm of all gradients together; longer ones are scaled down. `None` leaves them.
+        max_norm: Option<f64> = Some(1.0), 0.0..;
+        ..kind: OptimKind;
+    }
 }
 
-/// `[optim] type`
-#[derive(Debug, Clone, PartialEq)]
-pub enum OptimKind {
-    AdamW { betas1: f64, betas2: f64, eps: f64 },
-    Sgd { nesterov: bool, momentum: f64 },
-    Muon { mu: f64, betas1: f64, betas2: f64 },
-    SignSgd,
+tagged! {
+    /// The optimizer's formula.
+    pub enum OptimKind {
+        /// PyTorch's AdamW.
+        "adamw" => AdamW {
+            /// Decay of the mean of gradients.
+            betas1: f64 = 0.9, 0.0..1.0;
+            /// Decay of the mean of squared gradients.
+            betas2: f64 = 0.999, 0.0..1.0;
+            /// Added to the root of the mean square.
+            eps: f64 = 1e-8, 0.0..;
+        },
+        /// stochastic gradient descent.
+        "sgd" => Sgd {
+            /// Look ahead along the momentum.
+            nesterov: bool = true;
+            /// Part of the last update that is kept.
+            momentum: f64 = 0.9, 0.0..1.0;
+        },
+        /// Muon for matrices, AdamW for everything else.
+        "muon" => Muon {
+            /// Momentum of the matrices.
+            mu: f64 = 0.95, 0.0..1.0;
+            /// Decay of the mean of gradients, of everything else.
+            betas1: f64 = 0.9, 0.0..1.0;
+            /// Decay of the mean of squared gradients, of everything else.
+            betas2: f64 = 0.95, 0.0..1.0;
+        },
+        /// the sign of the gradient.
+        "sign_sgd" => SignSgd,
+    }
 }
 
-/// `[scheduler] type`
-#[derive(Debug, Clone, PartialEq)]
-pub enum SchedulerConfig {
-    Constant,
-    Linear { warmup_steps: usize, decay_steps: usize, min_lr: f64 },
-    Cosine { warmup_steps: usize, min_lr: f64 },
+tagged! {
+    /// The learning rate over the run. Warmup goes from `min_lr` (or 1e-8 of the peak) to `optim.lr`.
+    pub enum SchedulerConfig {
+        /// `optim.lr` throughout.
+        "constant" => Constant,
+        /// warmup, `optim.lr`, then a straight line down to `min_lr`.
+        "linear" => Linear {
+            /// Steps of warmup.
+            warmup_steps: usize = 10;
+            /// Steps of the way down.
+            decay_steps: usize = 10;
+            /// The lowest learning rate.
+            min_lr: f64 = 0.0, 0.0..;
+        },
+        /// warmup, then half a cosine down to `min_lr`.
+        "cosine" => Cosine {
+            /// Steps of warmup.
+            warmup_steps: usize = 10;
+            /// The lowest learning rate.
+            min_lr: f64 = 0.0, 0.0..;
+        },
+    }
 }
 
-/// `[ckpt]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct CkptConfig {
-    pub output_dir: Option<PathBuf>,
-    pub interval: Option<usize>,
-    pub weights: Option<WeightsConfig>,
-    pub weights_only: bool,
-    pub resume_step: Option<i64>,
-    pub keep_last: Option<usize>,
-    pub keep_interval: Option<usize>,
-    pub skip_progress: bool,
-    pub skip_scheduler: bool,
-    pub skip_dataloader: bool,
-    pub skip_optimizer: bool,
+table! {
+    /// Checkpoints to resume from (`checkpoints/step_N`) and weights to use (`weights/step_N`).
+    pub struct CkptConfig {
+        /// Folder of both, in place of the run's `output_dir`.
+        output_dir: Option<PathBuf> = None;
+        /// Steps from one checkpoint to the next; `None` writes only the last.
+        interval: Option<usize> = None, 1..;
+        /// Write weights too, as a Hugging Face folder.
+        weights: Option<WeightsConfig> = Some(WeightsConfig::default());
+        /// Write weights and nothing to resume from.
+        weights_only: bool = false;
+        /// Step to resume from; -1 is the newest whole checkpoint.
+        resume_step: Option<i64> = None, -1..;
+        /// How many of the newest to keep; `None` keeps all.
+        keep_last: Option<usize> = None, 1..;
+        /// Keep those whose step is a multiple of this, whatever `keep_last` says.
+        keep_interval: Option<usize> = None, 1..;
+        /// On resume, count steps from 0.
+        skip_progress: bool = false;
+        /// On resume, start the schedule anew.
+        skip_scheduler: bool = false;
+        /// On resume, start the data anew.
+        skip_dataloader: bool = false;
+        /// On resume, start the optimizer's moments anew.
+        skip_optimizer: bool = false;
+    }
 }
 
-/// `[ckpt.weights]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct WeightsConfig {
-    pub save_sharded: bool,
-    pub save_format: String,
-    pub save_adapter_separately: bool,
+table! {
+    /// Exported weights.
+    pub struct WeightsConfig {
+        /// Split large models into several files with an index.
+        save_sharded: bool = true;
+        /// The file format.
+        save_format: String = "safetensors".into(), &["safetensors"];
+        /// Write the adapter by itself as well; needs `[model.lora]`.
+        save_adapter_separately: bool = false;
+    }
 }
 
-/// `[log]`
-#[derive(Debug, Clone, PartialEq)]
-pub struct LogConfig {
-    pub level: String,
-    pub file: bool,
-    pub log_data: bool,
-    pub json_logging: bool,
+table! {
+    /// What is written while it runs. `metrics.jsonl` is always written.
+    pub struct LogConfig {
+        /// Least important message to show.
+        level: String = "info".into(), &["trace", "debug", "info", "warn", "error"];
+        /// Write messages to `logs/` in the run folder too.
+        file: bool = true;
+        /// Print every sample with its trained tokens marked.
+        log_data: bool = false;
+        /// Messages as JSON, one object a line.
+        json_logging: bool = false;
+    }
 }
+
+impl SftConfig {
+    /// Reads a whole configuration from TOML text; `name` is what messages call it.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) with everything that is wrong.
+    pub fn from_toml(text: &str, name: &str) -> crate::Result<Self> {
+        load::from_toml(text, name)
+    }
+
+    /// Every key with its value, as a file that reads back equal.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(&write::table_value(self)).expect("keys are strings, values plain")
+    }
+
+    /// The keys that aren't at their defaults.
+    pub fn differences(&self) -> Vec<Difference> {
+        let mut out = Vec::new();
+        write::table_differences(self, "", &mut out);
+        out
+    }
+}
+
+impl DataConfig {
+    /// Packed rows per optimizer step, over all ranks.
+    pub fn batch_size(&self) -> usize {
+        match self {
+            DataConfig::Sft(data) => data.batch_size,
+            DataConfig::Fake(data) => data.batch_size,
+        }
+    }
+
+    /// Packed rows that go through the model at once.
+    pub fn micro_batch_size(&self) -> usize {
+        match self {
+            DataConfig::Sft(data) => data.micro_batch_size,
+            DataConfig::Fake(data) => data.micro_batch_size,
+        }
+    }
+
+    /// Tokens in a packed row.
+    pub fn seq_len(&self) -> usize {
+        match self {
+            DataConfig::Sft(data) => data.seq_len,
+            DataConfig::Fake(data) => data.seq_len,
+        }
+    }
+}
+
+impl SchedulerConfig {
+    /// Steps of warmup.
+    pub fn warmup_steps(&self) -> usize {
+        match *self {
+            SchedulerConfig::Constant => 0,
+            SchedulerConfig::Linear { warmup_steps, .. } | SchedulerConfig::Cosine { warmup_steps, .. } => {
+                warmup_steps
+            }
+        }
+    }
+
+    /// Steps of decay that are set by the file (a cosine takes what is left of the run).
+    pub fn decay_steps(&self) -> usize {
+        if let SchedulerConfig::Linear { decay_steps, .. } = *self { decay_steps } else { 0 }
+    }
+
+    /// The lowest learning rate.
+    pub fn min_lr(&self) -> f64 {
+        match *self {
+            SchedulerConfig::Constant => 0.0,
+            SchedulerConfig::Linear { min_lr, .. } | SchedulerConfig::Cosine { min_lr, .. } => min_lr,
+        }
+    }
+}
+
+/// The reference of all keys, as in `docs/config.md`.
+pub fn reference() -> String {
+    reference::Reference::new().markdown()
+}
+
+#[cfg(test)]
+mod tests;

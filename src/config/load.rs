@@ -1,0 +1,94 @@
+//! `@ a.toml @ b.toml --section.key value` → one tree → [`SftConfig`].
+
+use super::SftConfig;
+use super::check;
+use super::flags::{Arguments, Flag, parse as parse_arguments};
+use super::read::{Reader, read_table};
+use super::source::{Node, Sources, parse as parse_text};
+use super::write::Difference;
+use crate::error::{Error, Problem, Result};
+use std::path::Path;
+
+/// What runs without a file: the embedded model on the embedded data.
+const DEFAULT: &str = include_str!("../../configs/default.toml");
+
+/// A configuration, and what in it isn't a default.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loaded {
+    /// The whole configuration.
+    pub config: SftConfig,
+    /// The keys whose values aren't the built-in defaults, in the order of the file format.
+    pub differences: Vec<Difference>,
+}
+
+/// Reads the arguments after `sft`: files merge from left to right (tables key by key, lists replaced),
+/// and flags win over files. Without `@ file`, the flags lie on top of the embedded `configs/default.toml`.
+///
+/// # Errors
+/// [`Error::Config`] with everything that is wrong, in the order in which it was given.
+pub fn load(args: &[String]) -> Result<Loaded> {
+    let mut loader = Loader::default();
+    let arguments = parse_arguments(args, &mut loader.sources, &mut loader.problems);
+    let root = loader.merge(&arguments);
+    let config = loader.finish(root)?;
+    Ok(Loaded { differences: config.differences(), config })
+}
+
+pub(super) fn from_toml(text: &str, name: &str) -> Result<SftConfig> {
+    let mut loader = Loader::default();
+    let root = parse_text(text, name, &mut loader.sources, &mut loader.problems);
+    loader.finish(root)
+}
+
+#[derive(Default)]
+struct Loader {
+    sources: Sources,
+    problems: Vec<Problem>,
+}
+
+impl Loader {
+    fn merge(&mut self, arguments: &Arguments) -> Node {
+        let mut root = Node::table(self.sources.add("the defaults"));
+        if arguments.files.is_empty() {
+            root.merge(parse_text(DEFAULT, "configs/default.toml", &mut self.sources, &mut self.problems));
+        }
+        for file in &arguments.files {
+            self.file(file).into_iter().for_each(|node| root.merge(node));
+        }
+        for flag in &arguments.flags {
+            match flag {
+                Flag::Value(node) => root.merge(node.clone()),
+                Flag::SectionFile { section, file } => {
+                    self.file(file).into_iter().for_each(|node| root.merge(node.nested(section)));
+                }
+            }
+        }
+        root
+    }
+
+    fn file(&mut self, file: &Path) -> Option<Node> {
+        let name = file.display().to_string();
+        match std::fs::read_to_string(file) {
+            Ok(text) => Some(parse_text(&text, &name, &mut self.sources, &mut self.problems)),
+            Err(error) => {
+                let message = format!("cannot read this file: {error}");
+                self.problems.push(Problem { place: name, message, hint: String::new() });
+                None
+            }
+        }
+    }
+
+    /// Reads and checks; what could not be read as text at all is told first and alone.
+    fn finish(self, root: Node) -> Result<SftConfig> {
+        if !self.problems.is_empty() {
+            return Err(Error::Config(self.problems));
+        }
+        let mut reader = Reader::new(&self.sources);
+        let config = read_table::<SftConfig>(&root, "", &mut reader).expect("the root is a table");
+        check::rules(&config, &mut reader);
+        match reader.into_problems() {
+            problems if problems.is_empty() => Ok(config),
+            problems => Err(Error::Config(problems)),
+        }
+    }
+}
