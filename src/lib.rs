@@ -4,6 +4,8 @@
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod export;
+pub mod model;
 pub mod ops;
 
 pub use error::{Error, Result};

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor};
 
+pub mod mapped;
 pub mod plain;
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.

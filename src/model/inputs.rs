@@ -1,0 +1,129 @@
+//! A [`Batch`] on a device: what every layer of the decoder needs besides the hidden states.
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use super::HfConfig;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::ops::{Documents, Rope};
+
+/// One micro-batch on the device, checked.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    pub(super) ids: Tensor<1, Int>,
+    pub(super) rope: Rope,
+    pub(super) documents: Documents,
+    /// Positions that have a trained target, and those targets; `None` where there is none.
+    pub(super) trained: Option<(Tensor<1, Int>, Tensor<1, Int>)>,
+    pub(super) run_tokens: Vec<usize>,
+    pub(super) first_token: u64,
+    pub(super) dropout_seed: Option<u64>,
+}
+
+impl Inputs {
+    /// Checks the batch and puts it on `device`; `dropout_seed` is `None` in evaluation.
+    ///
+    /// # Errors
+    /// Where the batch's parts disagree: lengths, document boundaries, an id beyond the
+    /// vocabulary, or a run partition that is missing or doesn't sum to the number of tokens.
+    pub fn new(
+        batch: &Batch,
+        config: &HfConfig,
+        device: &Device,
+        dropout_seed: Option<u64>,
+    ) -> Result<Inputs> {
+        check(batch, config)?;
+        let device = device.clone().without_autodiff();
+        let rows = |keep: &dyn Fn(usize) -> u32| -> Vec<i32> {
+            (0..batch.tokens()).filter(|&t| batch.loss_mask[t]).map(|t| keep(t) as i32).collect()
+        };
+        let trained = (batch.trained_tokens() > 0).then(|| {
+            let targets = rows(&|t| batch.targets[t]);
+            (ints(rows(&|t| t as u32), &device), ints(targets, &device))
+        });
+        Ok(Inputs {
+            ids: ints(batch.input_ids.iter().map(|&id| id as i32).collect(), &device),
+            rope: rope(&batch.position_ids, config, &device),
+            documents: Documents { cu_seqlens: batch.cu_seqlens.as_slice().into() },
+            trained,
+            run_tokens: batch.run_tokens.clone(),
+            first_token: batch.first_token,
+            dropout_seed,
+        })
+    }
+
+    /// Number of tokens T, padding included.
+    pub fn tokens(&self) -> usize {
+        self.run_tokens.iter().sum()
+    }
+
+    /// Number of adapter runs that share the batch.
+    pub fn runs(&self) -> usize {
+        self.run_tokens.len()
+    }
+
+    /// Whether any position has a trained target; where none has, the loss is a constant 0.
+    pub fn has_targets(&self) -> bool {
+        self.trained.is_some()
+    }
+}
+
+fn ints(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
+    let n = values.len();
+    Tensor::from_data(TensorData::new(values, [n]), device)
+}
+
+/// Hugging Face's tables: angles in f32, the second half of a head repeats the first.
+fn rope(positions: &[u32], config: &HfConfig, device: &Device) -> Rope {
+    let frequencies = config.inverse_frequencies();
+    let shape = [positions.len(), config.head_dim];
+    let (mut cos, mut sin) =
+        (Vec::with_capacity(shape[0] * shape[1]), Vec::with_capacity(shape[0] * shape[1]));
+    for &position in positions {
+        for _half in 0..2 {
+            // The angle is rounded to f32 as in Hugging Face; its cosine is taken exactly.
+            let angles = frequencies.iter().map(|&f| f64::from(position as f32 * f));
+            for (sine, cosine) in angles.map(f64::sin_cos) {
+                cos.push(cosine as f32);
+                sin.push(sine as f32);
+            }
+        }
+    }
+    let table = |values: Vec<f32>| Tensor::from_data(TensorData::new(values, shape), device);
+    Rope { cos: table(cos), sin: table(sin) }
+}
+
+fn check(batch: &Batch, config: &HfConfig) -> Result<()> {
+    let t = batch.tokens();
+    let bad = |message: String| {
+        Err(Error::train(message, "a batch that the loader makes always holds; this one was made elsewhere"))
+    };
+    let lengths = [batch.position_ids.len(), batch.targets.len(), batch.loss_mask.len()];
+    if t == 0 || lengths.iter().any(|&n| n != t) {
+        return bad(format!(
+            "the batch has {t} ids, {} positions, {} targets and {} loss flags: wanted as many of each",
+            lengths[0], lengths[1], lengths[2]
+        ));
+    }
+    let bounds = &batch.cu_seqlens;
+    let whole = bounds.first() == Some(&0) && bounds.last().is_some_and(|&end| end as usize == t);
+    if !whole || bounds.windows(2).any(|w| w[0] >= w[1]) {
+        return bad(format!(
+            "document boundaries {bounds:?} do not rise from 0 to the {t} tokens of the batch"
+        ));
+    }
+    if batch.run_tokens.is_empty() {
+        return bad(format!("the batch does not say how many of its {t} tokens belong to each adapter run"));
+    }
+    let sum: usize = batch.run_tokens.iter().sum();
+    if sum != t {
+        let parts = &batch.run_tokens;
+        return bad(format!("the tokens of the adapter runs {parts:?} sum to {sum}, the batch has {t}"));
+    }
+    let trained = |n: usize| batch.loss_mask[n].then_some(batch.targets[n]);
+    let ids = (0..t).flat_map(|n| [Some(batch.input_ids[n]), trained(n)]).flatten();
+    match ids.max().filter(|&id| id as usize >= config.vocab_size) {
+        Some(id) => bad(format!("token id {id} is not below `vocab_size` {}", config.vocab_size)),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,28 @@
+//! The model: a Hugging Face folder → a [`Decoder`] on a device, with LoRA adapters or without.
+//!
+//! Shape letters: t tokens of a micro-batch, h query heads, g key/value heads, d size of a head,
+//! e hidden size, f MLP size, v vocabulary, r rank of an adapter.
+//!
+//! A parameter's module path is its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`);
+//! an adapter's is `….q_proj.adapters.RUN.lora_a`.
+
+mod config;
+mod decoder;
+mod inputs;
+mod lora;
+mod targets;
+mod trainable;
+mod weights;
+
+pub use config::HfConfig;
+pub(crate) use config::read_json_object;
+pub use decoder::{Attention, Decoder, Layer, Mlp, Model, Norm};
+pub use inputs::Inputs;
+pub use lora::{AdaptedModule, Adapter, Embedding, Linear, LoraReport, LoraSpec, Run};
+pub(crate) use targets::{Modules, Resolved, resolve};
+pub use trainable::{ParameterCounts, Trainable};
+pub use weights::LoadReport;
+pub(crate) use weights::{Checkpoint, Entry};
+
+#[cfg(test)]
+mod tests;
