@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use crate::train::{StepMetrics, Summary};
 
+pub mod log;
 mod plain;
 
 pub use plain::{LineFormat, Plain};

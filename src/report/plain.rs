@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use serde_json::json;
+use tracing::Level;
 
 use super::{Event, Report, RunInfo};
 use crate::train::metrics::gib;
@@ -22,6 +23,7 @@ pub enum LineFormat {
 pub struct Plain<W> {
     out: W,
     format: LineFormat,
+    level: Level,
     /// The tenth of the progress that was last written.
     tenth: Option<usize>,
 }
@@ -36,13 +38,28 @@ impl Plain<std::io::Stderr> {
 impl<W: Write> Plain<W> {
     /// Lines of this format to any writer.
     pub fn new(out: W, format: LineFormat) -> Self {
-        Self { out, format, tenth: None }
+        Self { out, format, level: Level::INFO, tenth: None }
+    }
+
+    /// Leaves out what is less important than `level` (steps and notes are `INFO`).
+    #[must_use]
+    pub fn from_level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
     }
 
     fn line(&mut self, text: &str) {
+        self.line_at(Level::INFO, text);
+    }
+
+    fn line_at(&mut self, level: Level, text: &str) {
+        if level > self.level {
+            return;
+        }
         let text = match self.format {
+            LineFormat::Text if level == Level::WARN => format!("warning: {text}"),
             LineFormat::Text => text.to_string(),
-            LineFormat::Json => json!({ "level": "INFO", "message": text }).to_string(),
+            LineFormat::Json => json!({ "level": level.as_str(), "message": text }).to_string(),
         };
         let _ = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
     }
@@ -79,16 +96,17 @@ impl<W: Write> Report for Plain<W> {
     fn step(&mut self, metrics: &StepMetrics) {
         match self.format {
             LineFormat::Text => self.line(&step_line(metrics)),
-            LineFormat::Json => {
+            LineFormat::Json if self.level >= Level::INFO => {
                 let _ = writeln!(self.out, "{}", metrics.to_json());
             }
+            LineFormat::Json => {}
         }
     }
 
     fn event(&mut self, event: &Event) {
         let line = match event {
             Event::Note(text) => text.clone(),
-            Event::Warning(text) => format!("warning: {text}"),
+            Event::Warning(text) => return self.line_at(Level::WARN, text),
             Event::Validation { step, loss, seconds } => {
                 format!("Validation | Step {step} | Loss: {loss:.4} | Time: {seconds:.2}s")
             }

@@ -4,6 +4,7 @@ pub mod eval;
 pub mod metrics;
 pub mod optim;
 pub mod schedule;
+mod setup;
 pub mod sft;
 pub mod step;
 

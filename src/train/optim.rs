@@ -13,8 +13,9 @@
 
 use std::collections::BTreeMap;
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::Tensor;
 
+use crate::checkpoint::Named;
 use crate::config::{OptimConfig, OptimKind};
 use crate::model::Trainable;
 use crate::ops;
@@ -47,15 +48,6 @@ struct Slot {
 pub struct Optimizer {
     slots: Vec<Slot>,
     updates: usize,
-}
-
-/// A tensor of the optimizer's state on the host.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StateTensor {
-    /// Shape of the parameter it belongs to.
-    pub shape: Vec<usize>,
-    /// Its values.
-    pub values: Vec<f32>,
 }
 
 impl Optimizer {
@@ -110,45 +102,39 @@ impl Optimizer {
             .collect()
     }
 
-    /// The state by name, `PARAMETER.exp_avg` and so on; empty before the first update.
-    pub fn state(&self) -> BTreeMap<String, StateTensor> {
-        let mut tensors = BTreeMap::new();
-        for slot in &self.slots {
-            for (kind, tensor) in slot.rule.state_names().iter().zip(&slot.state) {
-                let values = tensor.to_data().to_vec::<f32>().expect("optimizer state is f32");
-                let tensor = StateTensor { shape: slot.shape.clone(), values };
-                tensors.insert(format!("{}.{kind}", slot.name), tensor);
-            }
-        }
-        tensors
+    /// The state, `PARAMETER.exp_avg` and so on; none before the first update.
+    pub fn state(&self) -> Vec<Named> {
+        let of_slot = |slot: &Slot| -> Vec<Named> {
+            let tensors = slot.rule.state_names().iter().zip(&slot.state);
+            tensors
+                .map(|(kind, values)| Named {
+                    name: format!("{}.{kind}", slot.name),
+                    shape: slot.shape.clone(),
+                    values: values.clone(),
+                })
+                .collect()
+        };
+        self.slots.iter().flat_map(of_slot).collect()
     }
 
     /// Takes over a saved state after `updates` updates.
     ///
     /// # Errors
     /// What doesn't fit: a missing, an unknown or a mis-shaped tensor, with its name.
-    pub fn restore(
-        &mut self,
-        mut state: BTreeMap<String, StateTensor>,
-        updates: usize,
-        device: &Device,
-    ) -> std::result::Result<(), String> {
-        let empty = updates == 0;
+    pub fn restore(&mut self, mut state: BTreeMap<String, Named>, updates: usize) -> Result<(), String> {
         for slot in &mut self.slots {
-            let names = if empty { &[] } else { slot.rule.state_names() };
-            let tensors = names.iter().map(|kind| {
+            let names = if updates == 0 { &[] } else { slot.rule.state_names() };
+            let mut tensors = Vec::with_capacity(names.len());
+            for kind in names {
                 let name = format!("{}.{kind}", slot.name);
                 let tensor = state.remove(&name).ok_or(format!("tensor `{name}` is missing"))?;
                 if tensor.shape != slot.shape {
-                    return Err(format!(
-                        "tensor `{name}` has shape {:?}, wanted {:?}",
-                        tensor.shape, slot.shape
-                    ));
+                    let (found, wanted) = (&tensor.shape, &slot.shape);
+                    return Err(format!("tensor `{name}` has shape {found:?}, wanted {wanted:?}"));
                 }
-                let n = tensor.values.len();
-                Ok(Tensor::from_data(TensorData::new(tensor.values, [n]), device))
-            });
-            slot.state = tensors.collect::<Result<_, _>>()?;
+                tensors.push(tensor.values);
+            }
+            slot.state = tensors;
         }
         if let Some(name) = state.keys().next() {
             return Err(format!("tensor `{name}` belongs to no trainable parameter"));
