@@ -261,7 +261,8 @@ impl RunFolder {
         if path.exists() {
             folder::set_aside(&path)?;
         }
-        create_parent(&path)?;
+        let parent = self.root.join("configs");
+        fs::create_dir_all(&parent).map_err(|e| Error::io(&parent, "create", e))?;
         fs::write(&path, text).map_err(|e| Error::io(&path, "write", e))?;
         Ok(path)
     }
@@ -383,10 +384,4 @@ pub fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
 
 fn write_file(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(|e| Error::io(path, "write", e))
-}
-
-/// Creates the folder that `path` lies in.
-pub fn create_parent(path: &Path) -> Result<()> {
-    let parent = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))
 }

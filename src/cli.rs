@@ -9,8 +9,7 @@ use tracing::Level;
 use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference, SftConfig};
 use crate::report::log::{self, LogFile};
-use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo};
-use crate::train::StepMetrics;
+use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
 use crate::{Error, Result, SftLearner, StopFlag, Summary, export};
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.

@@ -24,8 +24,8 @@
 //! * [`checkpoint`], [`export`], [`report`]: what is written and said.
 //! * [`device`]: from the `device` key to a device.
 //!
-//! Imports run one way: train → {checkpoint, export, report} → {model, data} → {ops, config} →
-//! error (`report` names two types of `train` that it prints).
+//! Imports run one way: cli → train → checkpoint → {export, report} → model → data → {hub, device} →
+//! {ops, config} → error.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 

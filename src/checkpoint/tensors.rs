@@ -32,7 +32,7 @@ impl View for &Named {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let values = self.values.to_data().to_vec::<f32>().expect("trainable tensors are f32");
+        let values = self.values.to_data().try_to_vec::<f32>().expect("trainable tensors are f32");
         Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 

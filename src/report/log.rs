@@ -14,7 +14,6 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter}
 use tracing_subscriber::registry::LookupSpan;
 
 use super::LineFormat;
-use crate::checkpoint::create_parent;
 use crate::{Error, Result};
 
 /// A log file that keeps what it is told in memory until the run's folder is ready for it, so
@@ -39,7 +38,9 @@ impl LogFile {
     pub fn open(&self) -> Result<()> {
         let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let path = inner.path.clone();
-        create_parent(&path)?;
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
+        }
         let file = OpenOptions::new().create(true).append(true).open(&path);
         let mut file = file.map_err(|e| Error::io(&path, "write", e))?;
         let waiting = std::mem::take(&mut inner.waiting);

@@ -5,11 +5,11 @@
 
 use std::path::PathBuf;
 
-use crate::train::{StepMetrics, Summary};
-
 pub mod log;
+mod metrics;
 mod plain;
 
+pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
 pub use plain::{LineFormat, Plain};
 
 /// Listener of a run.

@@ -5,9 +5,7 @@ use std::io::Write;
 use serde_json::json;
 use tracing::Level;
 
-use super::{Event, Report, RunInfo};
-use crate::train::metrics::gib;
-use crate::train::{StepMetrics, Summary};
+use super::{Event, Report, RunInfo, StepMetrics, Summary, gib};
 
 /// How a line looks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -173,7 +171,7 @@ fn thousands(n: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::metrics::PhaseTimes;
+    use crate::report::PhaseTimes;
 
     fn metrics() -> StepMetrics {
         StepMetrics {

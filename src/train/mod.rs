@@ -8,5 +8,5 @@ mod setup;
 pub mod sft;
 pub mod step;
 
-pub use metrics::StepMetrics;
-pub use sft::{SftLearner, StopFlag, Summary};
+pub use crate::report::{StepMetrics, Summary};
+pub use sft::{SftLearner, StopFlag};

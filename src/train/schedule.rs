@@ -96,7 +96,11 @@ fn lowest(lr: f64, min_lr: f64) -> f64 {
 
 /// `LinearLR`: from `start` to `end` in `steps` steps, then `end`; stays at `start` for 0 steps.
 fn between(start: f64, end: f64, step: usize, steps: usize) -> f64 {
-    if steps == 0 { start } else { start + (end - start) * step.min(steps) as f64 / steps as f64 }
+    match steps {
+        0 => start,
+        _ if step >= steps => end,
+        _ => start + (end - start) * step as f64 / steps as f64,
+    }
 }
 
 #[cfg(test)]

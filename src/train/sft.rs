@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::eval::held_out_loss;
-use super::metrics::{FlopCounts, MetricsFile, PhaseTimes, StepMetrics, peak_process_bytes};
+use super::metrics::{FlopCounts, MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
 use super::schedule::Schedule;
 use super::setup;
@@ -27,7 +27,7 @@ use crate::config::{Plan, SftConfig};
 use crate::data::{Batch, Loader};
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
-use crate::report::{Event, Report};
+use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
 use crate::{Error, Result};
 
 /// A run of supervised fine-tuning.
@@ -40,33 +40,6 @@ pub struct SftLearner {
 /// Asks a run to stop after the step at hand. Clones share the flag.
 #[derive(Debug, Clone, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
-
-/// What a run came to.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Summary {
-    /// Finished steps, those before a resume included.
-    pub steps: usize,
-    /// Loss of the first step of this process.
-    pub first_loss: Option<f64>,
-    /// Loss of the last step.
-    pub last_loss: Option<f64>,
-    /// First held-out loss of this process.
-    pub first_val_loss: Option<f64>,
-    /// Last held-out loss.
-    pub last_val_loss: Option<f64>,
-    /// Folder of the exported PEFT adapter.
-    pub adapter: Option<PathBuf>,
-    /// Folder of the exported full model.
-    pub weights: Option<PathBuf>,
-    /// Folder of the last checkpoint.
-    pub checkpoint: Option<PathBuf>,
-    /// The base model's folder.
-    pub base: PathBuf,
-    /// Seconds from the start of setup.
-    pub seconds: f64,
-    /// The process's peak memory in bytes.
-    pub peak_bytes: Option<u64>,
-}
 
 impl StopFlag {
     /// Asks to stop; returns whether that was asked before.

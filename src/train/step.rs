@@ -249,6 +249,6 @@ fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
 
 /// One read-back for all of them; added in f64, in order.
 fn sum_on_host(parts: Vec<Tensor<1>>) -> f64 {
-    let values = Tensor::cat(parts, 0).to_data().to_vec::<f32>().expect("losses and norms are f32");
+    let values = Tensor::cat(parts, 0).to_data().try_to_vec::<f32>().expect("losses and norms are f32");
     values.into_iter().map(f64::from).sum()
 }
