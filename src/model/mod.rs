@@ -22,7 +22,7 @@ pub use lora::{AdaptedModule, Adapter, Embedding, Linear, LoraReport, LoraSpec, 
 pub(crate) use targets::{Modules, Resolved, resolve};
 pub use trainable::{ParameterCounts, Trainable};
 pub use weights::LoadReport;
-pub(crate) use weights::{Checkpoint, Entry};
+pub(crate) use weights::{Checkpoint, Entry, decode};
 
 #[cfg(test)]
 mod tests;

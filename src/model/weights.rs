@@ -132,7 +132,7 @@ impl Checkpoint {
     /// Where its dtype is none of f32, f16 and bf16, or a value is not finite.
     pub fn values(&self, name: &str, entry: &Entry) -> Result<Vec<f32>> {
         let path = &self.files[entry.file].path;
-        let Some(values) = to_f32(entry.dtype, self.bytes(entry)) else {
+        let Some(values) = decode(entry.dtype, self.bytes(entry)) else {
             let message = format!("`{name}` is stored as {:?}, wanted F32, F16 or BF16", entry.dtype);
             return Err((self.error)(path.clone(), message, String::new()));
         };
@@ -147,7 +147,7 @@ impl Checkpoint {
 }
 
 /// Tensor → file, from an index.
-pub(crate) fn shard_of_tensor(index: &Path) -> Result<BTreeMap<String, String>> {
+fn shard_of_tensor(index: &Path) -> Result<BTreeMap<String, String>> {
     let json = read_json_object(index, Error::model)?;
     let Some(map) = json.get("weight_map").and_then(|map| map.as_object()) else {
         return Err(Error::model(index, "has no `weight_map`", "download the model again"));
@@ -183,7 +183,8 @@ fn broken(path: PathBuf, bytes: &[u8], cause: &SafeTensorError, error: MakeError
     error(path, message, "download or copy the file again".into())
 }
 
-fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
+/// Stored floats in f32; `None` for other dtypes.
+pub(crate) fn decode(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
     const CHUNK: usize = 1 << 18;
     let width = match dtype {
         Dtype::F32 => 4,
