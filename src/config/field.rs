@@ -19,6 +19,11 @@ pub(crate) trait Field: Clone + PartialEq {
     /// What reads back equal.
     fn write(&self) -> toml::Value;
 
+    /// The value in messages and docs.
+    fn shown(&self) -> String {
+        show(&self.write())
+    }
+
     /// The numbers in it, for [`Rule`](super::table::Rule).
     fn numbers(&self) -> Vec<f64> {
         Vec::new()
@@ -32,23 +37,25 @@ pub(crate) trait Field: Clone + PartialEq {
     /// Notes how it differs from `default`.
     fn differences(&self, default: &Self, path: &str, out: &mut Vec<Difference>) {
         if self != default {
-            out.push(Difference::new(path, show(&default.write()), show(&self.write())));
+            out.push(Difference::new(path, default.shown(), self.shown()));
         }
     }
 
     /// Notes that it stands where the default is nothing.
     fn appears(&self, path: &str, out: &mut Vec<Difference>) {
-        out.push(Difference::new(path, "None".into(), show(&self.write())));
+        out.push(Difference::new(path, "None".into(), self.shown()));
     }
 
-    /// Adds the pages of the tables in it.
-    fn describe(_path: &str, _optional: bool, _reference: &mut Reference) {}
+    /// Adds the pages of the tables in it; `off` by default or not.
+    fn describe(_path: &str, _off: bool, _reference: &mut Reference) {}
 }
 
 /// A value in one line, large and small numbers in scientific form.
-pub(crate) fn show(value: &toml::Value) -> String {
+fn show(value: &toml::Value) -> String {
     match value {
-        toml::Value::Float(x) if *x != 0.0 && !(1e-3..1e6).contains(&x.abs()) => format!("{x:e}"),
+        toml::Value::Float(x) if x.is_finite() && *x != 0.0 && !(1e-3..1e6).contains(&x.abs()) => {
+            format!("{x:e}")
+        }
         toml::Value::String(text) if text == "None" => text.clone(),
         value => value.to_string(),
     }
@@ -91,7 +98,12 @@ impl Field for f64 {
     fn read(node: &Node, path: &str, reader: &mut Reader) -> Option<Self> {
         let Some(number) = node.number() else { return reader.wrong_type(node, path, &Self::kind()) };
         if !number.is_finite() {
-            reader.problem(node.place, path, format!("`{path}` is {number}, wanted a finite number"), "");
+            reader.problem(
+                node.place,
+                path,
+                format!("`{path}` is {}, wanted a finite number", number.shown()),
+                "",
+            );
         }
         number.is_finite().then_some(number)
     }
@@ -165,6 +177,10 @@ impl<T: Field> Field for Option<T> {
         self.as_ref().map_or_else(|| "None".into(), T::write)
     }
 
+    fn shown(&self) -> String {
+        self.as_ref().map_or_else(|| "None".into(), T::shown)
+    }
+
     fn numbers(&self) -> Vec<f64> {
         self.as_ref().map(T::numbers).unwrap_or_default()
     }
@@ -177,13 +193,13 @@ impl<T: Field> Field for Option<T> {
         match (self, default) {
             (Some(value), Some(default)) => value.differences(default, path, out),
             (Some(value), None) => value.appears(path, out),
-            (None, Some(_)) => out.push(Difference::new(path, show(&default.write()), "None".into())),
+            (None, Some(_)) => out.push(Difference::new(path, default.shown(), "None".into())),
             (None, None) => {}
         }
     }
 
-    fn describe(path: &str, _optional: bool, reference: &mut Reference) {
-        T::describe(path, true, reference);
+    fn describe(path: &str, off: bool, reference: &mut Reference) {
+        T::describe(path, off, reference);
     }
 }
 
@@ -299,17 +315,21 @@ impl<T: Table> Field for T {
         table_value(self)
     }
 
+    fn shown(&self) -> String {
+        "on".into()
+    }
+
     /// A table's own defaults count, whatever stands above it.
     fn differences(&self, _default: &Self, path: &str, out: &mut Vec<Difference>) {
         table_differences(self, path, out);
     }
 
     fn appears(&self, path: &str, out: &mut Vec<Difference>) {
-        out.push(Difference::new(path, "None".into(), "on".into()));
+        out.push(Difference::new(path, "None".into(), self.shown()));
         table_differences(self, path, out);
     }
 
-    fn describe(path: &str, optional: bool, reference: &mut Reference) {
-        reference.add::<T>(path, optional);
+    fn describe(path: &str, off: bool, reference: &mut Reference) {
+        reference.add::<T>(path, off);
     }
 }

@@ -14,18 +14,35 @@ pub(crate) struct Arguments {
     pub flags: Vec<Flag>,
 }
 
+/// `--section.key …`.
 #[derive(Debug)]
-pub(crate) enum Flag {
-    /// A key and its value, as a tree from the top.
-    Value(Node),
+pub(crate) struct Flag {
+    /// As it was given, without its value.
+    name: String,
+    /// The key, from the top.
+    pub path: Vec<String>,
+    pub given: Given,
+}
+
+#[derive(Debug)]
+pub(crate) enum Given {
+    Value(Value),
     /// `--model @ model.toml`.
-    SectionFile { section: Vec<String>, file: PathBuf },
+    File(PathBuf),
+}
+
+impl Flag {
+    /// The value as a tree from the top.
+    pub fn node(&self, value: &Value, sources: &mut Sources) -> Node {
+        let place = sources.add(&self.name);
+        let object = if let Value::Words(words) = value { json(words, '{', place) } else { None };
+        object.unwrap_or(Node { value: value.clone(), place }).nested(&self.path)
+    }
 }
 
 /// Reads the arguments after the command's name.
-pub(crate) fn parse(args: &[String], sources: &mut Sources, problems: &mut Vec<Problem>) -> Arguments {
-    let mut parser =
-        Parser { args, sources, problems, reference: Reference::new(), arguments: Arguments::default() };
+pub(crate) fn parse(args: &[String], problems: &mut Vec<Problem>) -> Arguments {
+    let mut parser = Parser { args, problems, reference: Reference::new(), arguments: Arguments::default() };
     while let Some((first, rest)) = parser.args.split_first() {
         parser.args = rest;
         match (first.strip_prefix('@'), first.strip_prefix("--")) {
@@ -46,7 +63,6 @@ pub(crate) fn parse(args: &[String], sources: &mut Sources, problems: &mut Vec<P
 
 struct Parser<'a> {
     args: &'a [String],
-    sources: &'a mut Sources,
     problems: &'a mut Vec<Problem>,
     reference: Reference,
     arguments: Arguments,
@@ -76,38 +92,30 @@ impl Parser<'_> {
     }
 
     fn flag(&mut self, flag: &str) {
-        let (key, glued) = match flag.split_once('=') {
-            Some((key, value)) => (key, Some(value.to_string())),
-            None => (flag, None),
+        let (key, words) = match flag.split_once('=') {
+            Some((key, value)) => (key, vec![value.to_string()]),
+            None => (flag, self.words()),
         };
-        let at = self.sources.add(format!("--{key}"));
+        let name = format!("--{key}");
         let (path, negated) = path_of(key);
-        let words = match glued {
-            Some(value) => vec![value],
-            None => self.words(),
-        };
-        let section = self.reference.is_section(&path.join("."));
-        if words.is_empty()
-            && !negated
-            && section
-            && self.args.first().is_some_and(|arg| arg.starts_with('@'))
-        {
-            let glued = self.args[0][1..].to_string();
-            self.args = &self.args[1..];
-            let file = self.file(&glued, &format!("--{key}"));
-            self.arguments.flags.extend(file.map(|file| Flag::SectionFile { section: path, file }));
-            return;
-        }
-        let node = match (negated, words.is_empty()) {
-            (true, true) => Node { value: Value::Negated, place: at },
+        let given = match (negated, words.is_empty()) {
+            (false, false) => Some(Given::Value(Value::Words(words))),
+            (false, true) => self.section_file(&path, &name).unwrap_or(Some(Given::Value(Value::Bare))),
+            (true, true) => Some(Given::Value(Value::Negated)),
             (true, false) => {
-                let hint = "give `--key value` or `--no-key`, not both";
-                return self.problem(&format!("--{key}"), "a value after `--no-`", hint);
+                self.problem(&name, "a value after `--no-`", "give `--key value` or `--no-key`, not both");
+                None
             }
-            (false, true) => Node { value: Value::Bare, place: at },
-            (false, false) => json(&words, '{', at).unwrap_or(Node { value: Value::Words(words), place: at }),
         };
-        self.arguments.flags.push(Flag::Value(node.nested(&path)));
+        self.arguments.flags.extend(given.map(|given| Flag { name, path, given }));
+    }
+
+    /// The file, if a section and not a boolean stands before the `@`; within, `None` if the file is missing.
+    fn section_file(&mut self, path: &[String], name: &str) -> Option<Option<Given>> {
+        let (at, rest) = self.args.split_first()?;
+        let glued = at.strip_prefix('@').filter(|_| self.reference.is_section(&path.join(".")))?;
+        self.args = rest;
+        Some(self.file(glued, name).map(Given::File))
     }
 
     /// The words up to the next flag or file.

@@ -2,7 +2,7 @@
 
 use super::SftConfig;
 use super::check;
-use super::flags::{Arguments, Flag, parse as parse_arguments};
+use super::flags::{Arguments, Given, parse as parse_arguments};
 use super::read::{Reader, read_table};
 use super::source::{Node, Sources, parse as parse_text};
 use super::write::Difference;
@@ -28,7 +28,7 @@ pub struct Loaded {
 /// [`Error::Config`] with everything that is wrong, in the order in which it was given.
 pub fn load(args: &[String]) -> Result<Loaded> {
     let mut loader = Loader::default();
-    let arguments = parse_arguments(args, &mut loader.sources, &mut loader.problems);
+    let arguments = parse_arguments(args, &mut loader.problems);
     let root = loader.merge(&arguments);
     let config = loader.finish(root)?;
     Ok(Loaded { differences: config.differences(), config })
@@ -56,10 +56,10 @@ impl Loader {
             self.file(file).into_iter().for_each(|node| root.merge(node));
         }
         for flag in &arguments.flags {
-            match flag {
-                Flag::Value(node) => root.merge(node.clone()),
-                Flag::SectionFile { section, file } => {
-                    self.file(file).into_iter().for_each(|node| root.merge(node.nested(section)));
+            match &flag.given {
+                Given::Value(value) => root.merge(flag.node(value, &mut self.sources)),
+                Given::File(file) => {
+                    self.file(file).into_iter().for_each(|node| root.merge(node.nested(&flag.path)));
                 }
             }
         }

@@ -163,15 +163,27 @@ tagged! {
     }
 }
 
-table! {
+/// A table of training data: the keys that every type has, then its own.
+macro_rules! data_table {
+    ($(#[doc = $about:literal])+ pub struct $name:ident: $tag:literal { $($own:tt)* }) => {
+        table! {
+            $(#[doc = $about])+
+            pub struct $name: $tag {
+                /// Packed rows per optimizer step, over all ranks.
+                batch_size: usize = 128, 1..;
+                /// Tokens in a packed row; a longer document keeps its head.
+                seq_len: usize = 128, 1..;
+                /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
+                micro_batch_size: usize = 1, 1..;
+                $($own)*
+            }
+        }
+    };
+}
+
+data_table! {
     /// Conversations: files with `messages`, or `prompt` and `completion`.
     pub struct SftDataConfig: "sft" {
-        /// Packed rows per optimizer step, over all ranks.
-        batch_size: usize = 128, 1..;
-        /// Tokens in a packed row; a longer document keeps its head.
-        seq_len: usize = 128, 1..;
-        /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
-        micro_batch_size: usize = 1, 1..;
         /// A jsonl or parquet file, a local folder of them (Hugging Face layout), or a hub id; `embertune/reverse-text`
         /// is the data inside this program.
         name: String = "PrimeIntellect/Reverse-Text-SFT".into();
@@ -217,15 +229,9 @@ table! {
     }
 }
 
-table! {
+data_table! {
     /// Made-up tokens, every one of them trained.
     pub struct FakeDataConfig: "fake" {
-        /// Packed rows per optimizer step, over all ranks.
-        batch_size: usize = 128, 1..;
-        /// Tokens in a packed row; a longer document keeps its head.
-        seq_len: usize = 128, 1..;
-        /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
-        micro_batch_size: usize = 1, 1..;
         /// Lengths of the documents.
         length: FakeLength = FakeLength::Fixed;
         /// The tokens.
@@ -467,6 +473,11 @@ impl SchedulerConfig {
 /// The reference of all keys, as in `docs/config.md`.
 pub fn reference() -> String {
     reference::Reference::new().markdown()
+}
+
+/// The reference of all keys as flags, for `--help`.
+pub fn help() -> String {
+    reference::Reference::new().flags()
 }
 
 #[cfg(test)]

@@ -186,59 +186,87 @@ impl Reader<'_> {
             return;
         }
         if let (Some(chosen), Some(types)) = (chosen, types_with::<T>(name)) {
-            // With the type itself unreadable, nobody knows which keys it has.
-            if !self.failed(&join(section, "type")) {
+            let key = join(section, "type");
+            // A later file or flag that changes the type leaves the keys of the earlier one behind. With a type
+            // that is unreadable, nobody knows which keys it has.
+            let left_behind = self.given.get(&key).is_some_and(|changed| at.is_before(*changed));
+            if !left_behind && !self.failed(&key) {
                 let message =
                     format!("`{path}` is a key of `type = {types}`, and this is `type = \"{chosen}\"`");
-                self.problem(
-                    at,
-                    &path,
-                    message,
-                    format!("take it out, or change `{}`", join(section, "type")),
-                );
+                self.problem(at, &path, message, format!("take it out, or change `{key}`"));
             }
             return;
         }
-        let message = format!("unknown key `{path}`");
-        self.problem(at, &path, message, suggestion(name, section, known));
+        let hint = match meant(name, section, known) {
+            Meant::Here(key) => {
+                // What was meant for this key is not known, so no rule may judge it.
+                self.failed.insert(join(section, key));
+                did_you_mean(key)
+            }
+            Meant::Else(hint) => hint,
+        };
+        self.problem(at, &path, format!("unknown key `{path}`"), hint);
     }
 }
 
 /// The types of this table that have the key: `"linear" or "cosine"`.
 fn types_with<T: Table>(name: &str) -> Option<String> {
     let page = Reference::page_of::<T>();
-    let row = page.rows.iter().find(|row| row.name == name)?;
-    Some(row.types.iter().map(|t| format!("\"{t}\"")).collect::<Vec<_>>().join(" or "))
+    let rows = page.rows.iter().filter(|row| row.name == name);
+    let types: Vec<String> = rows.flat_map(|row| &row.types).map(|t| format!("\"{t}\"")).collect();
+    (!types.is_empty()).then(|| types.join(" or "))
 }
 
-/// The nearest key of the section; else the sections that have a key of this name; else the nearest anywhere.
-fn suggestion(name: &str, section: &str, known: &[&'static str]) -> String {
-    let reference = Reference::new();
-    let plain = name.replace('-', "_");
-    if let Some(key) = refused::other_name(&plain) {
-        return did_you_mean(key);
+/// What was meant by a key that isn't there.
+enum Meant {
+    /// A key of the same section.
+    Here(&'static str),
+    /// Whatever the sentence says.
+    Else(String),
+}
+
+/// The same name or one with hyphens; the name that a key has elsewhere; the sections that have a key of this
+/// name; at last the nearest key of the section, of those other names, of any section.
+fn meant(name: &str, section: &str, known: &[&'static str]) -> Meant {
+    let name = name.replace('-', "_");
+    if let Some(key) = known.iter().find(|key| **key == name) {
+        return Meant::Here(key);
     }
-    let homes: Vec<&str> =
-        reference.pages.iter().filter(|p| p.has(&plain)).map(|p| p.path.as_str()).collect();
-    match homes.as_slice() {
-        _ if known.contains(&plain.as_str()) => return did_you_mean(&plain),
-        [] => {}
-        [""] => return format!("`{plain}` belongs at the top of the file, before the first section"),
+    if let Some(ours) = refused::other_name(|other| other == name) {
+        return meant_by(ours, known);
+    }
+    let reference = Reference::new();
+    match reference
+        .pages
+        .iter()
+        .filter(|page| page.has(&name))
+        .map(|page| page.path.as_str())
+        .collect::<Vec<_>>()
+    {
+        homes if homes.is_empty() => {}
+        homes if homes == [""] => {
+            return Meant::Else(format!("`{name}` belongs at the top of the file, before the first section"));
+        }
         homes => {
             let homes: Vec<String> = homes.iter().map(|home| format!("[{home}]")).collect();
-            return format!(
-                "`{plain}` belongs in {}",
-                one_of(&homes.iter().map(String::as_str).collect::<Vec<_>>())
-            );
+            return Meant::Else(format!("`{name}` belongs in {}", one_of(&homes)));
         }
     }
-    if let Some(key) = nearest(&plain, known.iter().copied()) {
-        return did_you_mean(key);
+    let near_other = || refused::other_name(|other| nearest(&name, [other].into_iter()).is_some());
+    if let Some(ours) = nearest(&name, known.iter().copied()).or_else(near_other) {
+        return meant_by(ours, known);
     }
     let all = reference.pages.iter().flat_map(|page| page.rows.iter().map(|row| row.name));
-    match nearest(&plain, all) {
+    Meant::Else(match nearest(&name, all) {
         Some(key) => did_you_mean(&reference.path_of(key)),
         None if section.is_empty() => "docs/config.md lists every key".into(),
         None => format!("`[{section}]` has {}", one_of(known).replace(" or ", " and ")),
-    }
+    })
+}
+
+fn meant_by(ours: &str, known: &[&'static str]) -> Meant {
+    known
+        .iter()
+        .find(|key| **key == ours)
+        .map_or_else(|| Meant::Else(did_you_mean(ours)), |key| Meant::Here(key))
 }

@@ -1,7 +1,7 @@
 //! Every key there is: for `docs/config.md` and for suggestions.
 
 use super::SftConfig;
-use super::field::{Field, show};
+use super::field::Field;
 use super::read::join;
 use super::table::{Key, Rule, Table, Tag, Walker, one_of};
 use std::fmt::Write;
@@ -17,7 +17,8 @@ pub(crate) struct Reference {
 pub(crate) struct Page {
     pub path: String,
     pub about: String,
-    pub optional: bool,
+    /// Off by default.
+    pub off: bool,
     pub rows: Vec<Row>,
 }
 
@@ -32,6 +33,14 @@ pub(crate) struct Row {
     pub types: Vec<&'static str>,
 }
 
+impl Row {
+    /// Whether both say the same, if of different types.
+    fn says(&self, other: &Row) -> bool {
+        (self.name, &self.kind, &self.default, &self.doc)
+            == (other.name, &other.kind, &other.default, &other.doc)
+    }
+}
+
 impl Reference {
     /// Every section and key.
     pub fn new() -> Self {
@@ -41,10 +50,10 @@ impl Reference {
     }
 
     /// Adds a section and the sections in it.
-    pub fn add<T: Table>(&mut self, path: &str, optional: bool) {
+    pub fn add<T: Table>(&mut self, path: &str, off: bool) {
         let index = self.pages.len();
-        self.pages.push(Page { path: path.into(), about: String::new(), optional, rows: Vec::new() });
-        let mut page = self.page::<T>(path, optional);
+        self.pages.push(Page { path: path.into(), about: String::new(), off, rows: Vec::new() });
+        let mut page = self.page::<T>(path, off);
         page.about = text(T::ABOUT);
         self.pages[index] = page;
     }
@@ -54,8 +63,8 @@ impl Reference {
         Reference::default().page::<T>("", false)
     }
 
-    fn page<T: Table>(&mut self, path: &str, optional: bool) -> Page {
-        let page = Page { path: path.into(), about: String::new(), optional, rows: Vec::new() };
+    fn page<T: Table>(&mut self, path: &str, off: bool) -> Page {
+        let page = Page { path: path.into(), about: String::new(), off, rows: Vec::new() };
         let mut describer = Describer { reference: self, page, kind: None };
         for mut table in T::every() {
             table.walk(&mut describer);
@@ -84,6 +93,21 @@ impl Reference {
     }
 }
 
+impl Reference {
+    /// The keys as flags, for `--help`.
+    pub fn flags(&self) -> String {
+        let mut out = String::new();
+        for page in &self.pages {
+            for row in page.rows.iter().filter(|row| !self.is_section(&join(&page.path, row.name))) {
+                let flag = join(&page.path, row.name).replace('_', "-");
+                let only = page.only(row);
+                out += &format!("  --{flag} <{}>  [{}]\n        {only}{}\n", row.kind, row.default, row.doc);
+            }
+        }
+        out
+    }
+}
+
 const HEAD: &str = include_str!("reference_head.md");
 
 impl Page {
@@ -96,16 +120,21 @@ impl Page {
         self.rows.iter().find(|row| row.name == "type").map_or(&[], |row| &row.types)
     }
 
+    /// "Only `adamw`.", for a key that not all types have.
+    fn only(&self, row: &Row) -> String {
+        match row.types.as_slice() {
+            types if row.name == "type" || types.len() == self.types().len() => String::new(),
+            types => format!("Only {}. ", one_of(types)),
+        }
+    }
+
     fn markdown(&self, out: &mut String) {
         let title = if self.path.is_empty() { "Top level".into() } else { format!("`[{}]`", self.path) };
-        let off = if self.optional { " Off unless it is named." } else { "" };
+        let off = if self.off { " Off unless it is named." } else { "" };
         write!(out, "\n## {title}\n\n{}{off}\n\n", self.about).expect("a String takes everything");
         out.push_str("| key | type | default | meaning |\n|---|---|---|---|\n");
         for row in &self.rows {
-            let only = match row.types.as_slice() {
-                types if row.name == "type" || types.len() == self.types().len() => String::new(),
-                types => format!("Only {}. ", one_of(types)),
-            };
+            let only = self.only(row);
             let cell = |text: &str| text.replace('|', "\\|");
             writeln!(
                 out,
@@ -128,34 +157,44 @@ struct Describer<'a> {
 
 impl Walker for Describer<'_> {
     fn key<T: Field>(&mut self, key: &Key, _value: &mut T, default: T) {
-        if let Some(row) = self.page.rows.iter_mut().find(|row| row.name == key.name) {
-            // A key of several types of this section: described once.
-            row.types.extend(self.kind);
-            return;
-        }
         let path = join(&self.page.path, key.name);
+        let default = default.shown();
+        let pages = self.reference.pages.len();
+        T::describe(&path, default == "None", self.reference);
+        let mut doc = text(key.doc);
+        if self.reference.pages.len() > pages {
+            doc += &format!(" See `[{path}]`.");
+        }
         let kind = match &key.rule {
             Rule::Any => plain(T::kind()),
             Rule::OneOf(_) => key.rule.wanted(),
             rule => format!("{}, {}", plain(T::kind()), rule.wanted()),
         };
-        let pages = self.reference.pages.len();
-        T::describe(&path, false, self.reference);
-        let (default, doc) = match self.reference.pages.len() > pages {
-            true => (on_or_off(&default.write()), format!("{} See `[{path}]`.", text(key.doc))),
-            false => (show(&default.write()), text(key.doc)),
-        };
-        let types = self.kind.into_iter().collect();
-        self.page.rows.push(Row { name: key.name, kind, default, doc, types });
+        let row = Row { name: key.name, kind, default, doc, types: self.kind.into_iter().collect() };
+        match self.page.rows.iter_mut().find(|other| other.says(&row)) {
+            // A key that several types of the section have is described once.
+            Some(other) => {
+                other.types.extend(self.kind);
+                self.reference.pages.truncate(pages);
+            }
+            None => self.page.rows.push(row),
+        }
     }
 
     fn tag(&mut self, tags: &[Tag], current: usize) -> usize {
         self.kind = Some(tags[current].name);
         if !self.page.has("type") {
-            let doc = tags.iter().map(|tag| format!("`{}`: {}", tag.name, text(tag.doc))).collect::<Vec<_>>();
             let types: Vec<&str> = tags.iter().map(|tag| tag.name).collect();
+            let doc = match tags {
+                [_] => "There is no other.".into(),
+                tags => tags
+                    .iter()
+                    .map(|tag| format!("`{}`: {}", tag.name, text(tag.doc)))
+                    .collect::<Vec<_>>()
+                    .join(" "),
+            };
             let (kind, default) = (one_of(&types), format!("\"{}\"", tags[0].name));
-            self.page.rows.insert(0, Row { name: "type", kind, default, doc: doc.join(" "), types });
+            self.page.rows.insert(0, Row { name: "type", kind, default, doc, types });
         }
         current
     }
@@ -164,10 +203,6 @@ impl Walker for Describer<'_> {
 /// A type's name without its article.
 fn plain(kind: String) -> String {
     kind.strip_prefix("an ").or(kind.strip_prefix("a ")).unwrap_or(&kind).to_string()
-}
-
-fn on_or_off(section: &toml::Value) -> String {
-    if section.is_str() { "None".into() } else { "on".into() }
 }
 
 /// The lines of a doc comment as one paragraph.

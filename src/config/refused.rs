@@ -1,9 +1,8 @@
 //! Keys of prime-rl's SFT trainer (and a few of PEFT's) that are known and not taken: why, and what to do.
 
-/// A key that is refused.
-#[derive(Debug, PartialEq)]
+/// A key that is refused, with every key below it.
+#[derive(Debug)]
 pub(crate) struct Refused {
-    /// The key; keys below it are refused with it.
     pub key: &'static str,
     pub reason: &'static str,
     pub instead: &'static str,
@@ -20,7 +19,7 @@ const RL: &str = "it belongs to reinforcement learning";
 const FREE: &str = "take it out";
 const FROZEN: &str = "take it out; `[model.lora]` and `model.ac` save memory";
 
-const REFUSED: &[Refused] = &[
+pub(crate) const REFUSED: &[Refused] = &[
     // The run.
     no("wandb", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
     no("monitors", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
@@ -107,7 +106,7 @@ const REFUSED: &[Refused] = &[
     no("log.ranks_filter", "rank 0 speaks for all", FREE),
 ];
 
-/// The refusal of `path` or of a section it is in.
+/// The refusal of `path`; the keys of `[val.data]` are those of `[data]`.
 pub(crate) fn key(path: &str) -> Option<&'static Refused> {
     let path = path.strip_prefix("val.").filter(|p| p.starts_with("data.")).unwrap_or(path);
     REFUSED.iter().find(|refused| path == refused.key)
@@ -128,19 +127,21 @@ pub(crate) fn value(path: &str, value: &str) -> Option<&'static str> {
     })
 }
 
-/// Our name of a key that has another name elsewhere (PEFT, transformers).
-pub(crate) fn other_name(name: &str) -> Option<&'static str> {
-    Some(match name {
-        "r" => "rank",
-        "lora_alpha" => "alpha",
-        "lora_dropout" => "dropout",
-        "learning_rate" => "optim.lr",
-        "betas" => "betas1` and `betas2",
-        "num_train_epochs" => "num_epochs",
-        "gradient_checkpointing" => "model.ac",
-        "max_seq_length" | "max_length" => "data.seq_len",
-        "optimizer" => "optim",
-        "checkpoint" => "ckpt",
-        _ => return None,
-    })
+/// Names that a key has elsewhere (PEFT, transformers), and ours.
+const OTHER_NAMES: &[(&str, &str)] = &[
+    ("r", "rank"),
+    ("lora_alpha", "alpha"),
+    ("lora_dropout", "dropout"),
+    ("betas", "betas1` and `betas2"),
+    ("learning_rate", "optim.lr"),
+    ("num_train_epochs", "num_epochs"),
+    ("gradient_checkpointing", "model.ac"),
+    ("max_seq_length", "data.seq_len"),
+    ("optimizer", "optim"),
+    ("checkpoint", "ckpt"),
+];
+
+/// Our name of the first key whose other name is wanted.
+pub(crate) fn other_name(wanted: impl Fn(&'static str) -> bool) -> Option<&'static str> {
+    OTHER_NAMES.iter().find(|(other, _)| wanted(other)).map(|(_, ours)| *ours)
 }

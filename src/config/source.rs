@@ -11,6 +11,13 @@ pub(crate) struct Place {
     line: usize,
 }
 
+impl Place {
+    /// Whether this is of an earlier file or flag.
+    pub fn is_before(self, other: Place) -> bool {
+        self.source < other.source
+    }
+}
+
 /// The names of everything that was read.
 #[derive(Debug, Default)]
 pub(crate) struct Sources(Vec<String>);
@@ -202,14 +209,26 @@ fn from_json(value: serde_json::Value, place: Place) -> Node {
 /// Reads TOML text; what is wrong with its syntax goes to `problems`, all of it.
 pub(crate) fn parse(text: &str, name: &str, sources: &mut Sources, problems: &mut Vec<Problem>) -> Node {
     let start = sources.add(name);
-    let (table, errors) = DeTable::parse_recoverable(text);
+    let (table, mut errors) = DeTable::parse_recoverable(text);
+    errors.sort_by_key(|error| error.span().map(|span| span.start));
     for error in errors {
         let span = error.span().unwrap_or(0..0);
         let place = sources.show(Place { line: line_of(text, span.start), ..start });
-        let message = format!("{}\n{}", error.message(), caret(text, span));
+        let message = format!("{}\n{}", what_is_wrong(&error, text, span.start), caret(text, span));
         problems.push(Problem { place, message, hint: String::new() });
     }
     Node { value: table_value(table.get_ref(), text, start), place: start }
+}
+
+/// The parser's words, but for a key without a value, where it asks for quotes.
+fn what_is_wrong<'e>(error: &'e toml::de::Error, text: &str, at: usize) -> &'e str {
+    let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
+    let line_ends = after.is_empty() || after.starts_with(['\n', '\r', '#']);
+    if line_ends && before.trim_end_matches([' ', '\t']).ends_with('=') {
+        "a value is missing"
+    } else {
+        error.message()
+    }
 }
 
 fn table_value(table: &DeTable<'_>, text: &str, start: Place) -> Value {

@@ -99,7 +99,7 @@ impl Rule {
 }
 
 /// "`a`, `b` or `c`".
-pub(crate) fn one_of(words: &[&str]) -> String {
+pub(crate) fn one_of(words: &[impl std::fmt::Display]) -> String {
     let quoted: Vec<String> = words.iter().map(|w| format!("`{w}`")).collect();
     match quoted.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
