@@ -164,7 +164,17 @@ fn quoted(path: &Path) -> String {
 fn merge(base: &Path, adapter: &Path, out: &Path) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
     let report = export::merge(base, adapter, out)?;
-    print(&format!("{report}"))
+    for warning in &report.warnings {
+        tracing::warn!("{warning}");
+    }
+    let (change, name) = &report.largest_change;
+    print(&format!(
+        "Merged: {}\n{} weights changed, by {change:.3e} at most (in `{name}`); rounding to the base's type \
+         costs {:.3e} at most",
+        out.display(),
+        report.changed,
+        report.largest_rounding
+    ))
 }
 
 /// The log file as a listener: opened when the run's folder is ready.

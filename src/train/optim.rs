@@ -13,7 +13,7 @@
 
 use std::collections::BTreeMap;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use crate::checkpoint::Named;
 use crate::config::{OptimConfig, OptimKind};
@@ -48,6 +48,7 @@ struct Slot {
 pub struct Optimizer {
     slots: Vec<Slot>,
     updates: usize,
+    held_in: DType,
 }
 
 impl Optimizer {
@@ -60,7 +61,7 @@ impl Optimizer {
             weight_decay: config.weight_decay,
             state: Vec::new(),
         });
-        Self { slots: slots.collect(), updates: 0 }
+        Self { slots: slots.collect(), updates: 0, held_in: DType::F32 }
     }
 
     /// Leaves weight decay only on the parameters whose name `decayed` accepts, e.g.
@@ -72,6 +73,11 @@ impl Optimizer {
             }
         }
         self
+    }
+
+    /// Rounds the parameters to this type after each update (`model.optimization_dtype`).
+    pub fn hold_in(self, dtype: DType) -> Self {
+        Self { held_in: dtype, ..self }
     }
 
     /// Number of finished updates.
@@ -93,12 +99,13 @@ impl Optimizer {
     ) -> Vec<Tensor<1>> {
         assert_eq!((values.len(), grads.len()), (self.slots.len(), self.slots.len()));
         self.updates += 1;
-        let updates = self.updates;
+        let (updates, held_in) = (self.updates, self.held_in);
         let step = Step { lr, grad_scale, updates };
         self.slots
             .iter_mut()
             .zip(values.into_iter().zip(grads))
             .map(|(slot, (value, grad))| slot.update(value, grad, step))
+            .map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) })
             .collect()
     }
 

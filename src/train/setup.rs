@@ -93,30 +93,36 @@ pub(super) fn data(
     let longest = config.model.max_position_embeddings.unwrap_or(model.config().max_position_embeddings);
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
     let tokenizer = if needs_tokenizer {
-        let folder = config.tokenizer.name.as_deref().map(hub::model_dir).transpose()?;
-        let folder = folder.as_deref().unwrap_or(base);
-        Some(Arc::new(ChatTokenizer::load(folder, &config.tokenizer)?))
+        Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?))
     } else {
         None
     };
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
-            Loader::new(data, tokenizer.clone(), config.num_epochs, vocab_size, longest)?
+            // The order of the data depends on `data.seed` alone.
+            Loader::new(data, tokenizer.clone(), 0, config.num_epochs, vocab_size, longest)?
         }
-        (DataConfig::Fake(data), _) => Loader::fake(data, vocab_size),
+        (DataConfig::Fake(data), _) => Loader::fake(data, vocab_size)?,
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
     loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
     let val = match (&config.val, &tokenizer) {
-        (Some(val), Some(tokenizer)) => validation_batches(&val.data, tokenizer, vocab_size, longest)?,
+        (Some(val), Some(tokenizer)) => {
+            let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
+            for warning in held_out.report.warnings() {
+                report.event(&Event::Warning(format!("held-out data: {warning}")));
+            }
+            held_out.batches
+        }
         _ => Vec::new(),
     };
     Ok(Data { tokenizer, loader, val })
 }
 
-/// `None` where the data has no end.
-pub(super) fn steps_per_epoch(config: &SftConfig, loader: &Loader) -> Option<usize> {
-    matches!(config.data, DataConfig::Sft(_)).then(|| loader.report().steps_per_epoch())
+/// Where the run ends: at `max_steps`, or with the data if that is sooner.
+pub(super) fn last_step(config: &SftConfig, loader: &Loader, done: usize) -> usize {
+    let by_data = loader.remaining_steps().map(|steps| done + steps);
+    [config.max_steps, by_data].into_iter().flatten().min().expect("checked: `max_steps` or `num_epochs` is set")
 }
 
 /// A line about what will be trained on.
@@ -137,7 +143,7 @@ pub(super) fn describe_data(loader: &Loader) -> Vec<String> {
 }
 
 /// Each document of the batches as text, what is trained between ⟦ and ⟧.
-pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> Vec<String> {
+pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> Result<Vec<String>> {
     let mut texts = Vec::new();
     for batch in batches {
         for w in batch.cu_seqlens.windows(2) {
@@ -147,7 +153,7 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
             let (mut text, mut from) = (String::new(), start);
             for t in start + 1..=end {
                 if t == end || trained(t) != trained(from) {
-                    let part = tokenizer.decode(&batch.input_ids[from..t]);
+                    let part = tokenizer.decode(&batch.input_ids[from..t], false)?;
                     text += &if trained(from) { format!("⟦{part}⟧") } else { part };
                     from = t;
                 }
@@ -155,7 +161,7 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
             texts.push(text);
         }
     }
-    texts
+    Ok(texts)
 }
 
 /// What a checkpoint is held against.
@@ -336,5 +342,23 @@ pub(super) fn flop_counts(model: &Decoder) -> FlopCounts {
         head_trained: trainable.iter().any(|p| p.name == head),
         adapter_weights: sum(&adapter),
         attention_width: c.num_hidden_layers * c.num_attention_heads * d,
+    }
+}
+
+/// What full fine-tuning holds its weights in between steps; adapters always in f32.
+pub(super) fn optimization_dtype(config: &SftConfig) -> DType {
+    match config.model.optimization_dtype.as_str() {
+        "bfloat16" if config.model.lora.is_none() => DType::BF16,
+        _ => DType::F32,
+    }
+}
+
+/// What a fully fine-tuned model is written in: as its base is stored.
+pub(super) fn stored_dtype(config: &SftConfig, model: &Decoder) -> DType {
+    match model.config().dtype.as_deref() {
+        _ if optimization_dtype(config) == DType::BF16 => DType::BF16,
+        Some("bfloat16") => DType::BF16,
+        Some("float16") => DType::F16,
+        _ => DType::F32,
     }
 }

@@ -128,10 +128,9 @@ impl<'a> Run<'a> {
         let setup::Data { tokenizer, mut loader, val } = data;
         details.extend(setup::describe_data(&loader));
 
-        // Optimizer and schedule.
-        let max_steps = plan.total_steps(setup::steps_per_epoch(config, &loader))?;
-        let trainable = model.trainable();
-        let mut optimizer = Optimizer::new(&config.optim, &trainable);
+        // Optimizer.
+        let held_in = setup::optimization_dtype(config);
+        let mut optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(held_in);
         let identity = setup::identity(config, &base)?;
 
         // What an earlier process left.
@@ -148,6 +147,7 @@ impl<'a> Run<'a> {
             let place = folder.checkpoints.display();
             report.event(&Event::Warning(format!("no checkpoint in `{place}`: starting from the beginning")));
         }
+        let max_steps = setup::last_step(config, &loader, progress.step);
         let schedule_length = max_steps.saturating_sub(progress.step.saturating_sub(schedule_step));
         let schedule = Schedule::new(&config.scheduler, config.optim.lr, Some(schedule_length))?;
 
@@ -199,7 +199,7 @@ impl<'a> Run<'a> {
             // ---- data: the micro-batches of one optimizer step ----
             let clock = Instant::now();
             let Some(batches) = self.loader.next_step()? else { break };
-            self.log_data(&batches, report);
+            self.log_data(&batches, report)?;
             time.data = clock.elapsed().as_secs_f64();
 
             // ---- forward and backward: sums of loss, gradients and trained tokens ----
@@ -306,12 +306,13 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn log_data(&self, batches: &[Batch], report: &mut dyn Report) {
+    fn log_data(&self, batches: &[Batch], report: &mut dyn Report) -> Result<()> {
         if let (true, Some(tokenizer)) = (self.config.log.log_data, &self.tokenizer) {
-            for text in setup::marked_documents(tokenizer, batches) {
+            for text in setup::marked_documents(tokenizer, batches)? {
                 report.event(&Event::Note(text));
             }
         }
+        Ok(())
     }
 
     fn save_is_due(&self) -> bool {
@@ -362,10 +363,11 @@ impl<'a> Run<'a> {
             let clock = Instant::now();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {
-                    let meta = AdapterMeta::new(&self.config.model.name);
+                    let base = Some(self.config.model.name.clone());
+                    let meta = AdapterMeta { base_model_name_or_path: base };
                     export::save_adapter(&self.model, 0, &partial.join("lora_adapters"), &meta)
                 } else {
-                    export::save_model(&self.model, &self.base, partial, self.model.dtype())
+                    export::save_model(&self.model, &self.base, partial, setup::stored_dtype(self.config, &self.model))
                 }
             })?;
             if let Some(ckpt) = &self.config.ckpt {
