@@ -283,3 +283,20 @@ fn rules_between_keys() {
         "neither `max_steps` nor `num_epochs` is set, so the run would never end\n    hint: set `max_steps = 200`, or `num_epochs = 3`"
     );
 }
+
+#[test]
+fn a_mangled_file_is_told_and_never_panics() {
+    let text = "# é\nmax_steps = 2\n[model.lora]\ntarget_modules = ['q', \"v\"]\nrank_pattern = { a = 1 }\r\n[optim]\nlr = 1e-3";
+    let mut faults = 0;
+    for at in (0..=text.len()).filter(|at| text.is_char_boundary(*at)) {
+        for with in
+            ["", "é", "\"", "'", "[", "]", "{", "=", "\n", "\r", "\0", ".", "#", "\u{feff}", "9999999999"]
+        {
+            for dropped in [0, 1, 2, 5].into_iter().filter(|dropped| text.is_char_boundary(at + dropped)) {
+                let mangled = format!("{}{with}{}", &text[..at], &text[at + dropped..]);
+                faults += usize::from(SftConfig::from_toml(&mangled, "x.toml").is_err());
+            }
+        }
+    }
+    assert!(faults > 1000, "{faults} faults");
+}

@@ -29,7 +29,7 @@ fn a_written_file_holds_every_key() {
     let table: toml::Table = written.parse().unwrap();
     for page in reference::Reference::new().pages {
         let section =
-            page.path.split('.').filter(|p| !p.is_empty()).fold(Some(&table), |t, p| t?.get(p)?.as_table());
+            page.path.split('.').filter(|p| !p.is_empty()).try_fold(&table, |t, p| t.get(p)?.as_table());
         for row in &page.rows {
             let default = page.rows[0].default.trim_matches('"');
             let mut rows = page.rows.iter().filter(|other| other.name == row.name);
