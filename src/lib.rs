@@ -29,6 +29,7 @@
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 
+mod assets;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;

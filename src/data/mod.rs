@@ -10,6 +10,31 @@
 //! loss_mask       0  0  1  1  1  1  0   0  1  1  1  0    0  0  0  0     (of the target)
 //! cu_seqlens      0                     7               12           16
 //! ```
+//!
+//! The way there: [`Loader::new`] reads files row by row (`source`, `parquet`), brings each row into one
+//! form ([`row`](Row)), renders and tokenises it ([`ChatTokenizer`]), and then hands out packed batches
+//! (`order`, `pack`, `batch`) in an order that its seed decides.
+
+mod batch;
+mod chat;
+mod fake;
+mod interleave;
+mod jinja;
+mod loader;
+mod order;
+mod pack;
+mod parquet;
+mod report;
+mod row;
+mod source;
+mod tokenize;
+mod trace;
+
+pub use chat::Rendered;
+pub use loader::{Loader, LoaderState, Validation, validation_batches};
+pub use report::{Counted, DataReport, DropReason};
+pub use row::{Body, Conversation, Format, Place, Row};
+pub use tokenize::ChatTokenizer;
 
 /// One tokenised document, before packing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -1,0 +1,474 @@
+//! Rows → batches: what is read, in which order, and where one is in it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::batch::{Layout, batch};
+use super::fake::Fake;
+use super::interleave::interleave;
+use super::order::{Epochs, Order};
+use super::pack::{RowPlanner, Waiting};
+use super::report::{Counted, DataReport, DropReason};
+use super::row::{Place, Row, normalise};
+use super::source;
+use super::tokenize::ChatTokenizer;
+use super::{Batch, Sample};
+use crate::config::{FakeDataConfig, LossMaskConfig, SftDataConfig};
+use crate::error::{Error, Result};
+use crate::hub;
+
+/// How many rows are tokenised between two reads; bounds what is in memory as text.
+const CHUNK: usize = 1024;
+
+/// Position in the stream of batches; a loader that is [restored](Loader::restore) to it goes on
+/// with exactly the batches that would have come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoaderState {
+    /// What was being read, so that other data are not taken for it.
+    pub fingerprint: String,
+    /// Epoch of the next document that enters the packing window.
+    pub epoch: u64,
+    /// Its place in the shuffled epoch.
+    pub position: u64,
+    /// Documents in the packing window, oldest first.
+    pub window: Vec<u64>,
+    /// Tokens handed out so far, padding included.
+    pub tokens: u64,
+    /// Steps handed out so far.
+    pub steps: u64,
+}
+
+/// The documents themselves.
+#[derive(Debug, Clone)]
+enum Corpus {
+    Rows(Arc<[Sample]>),
+    Fake(Fake),
+}
+
+/// The stream of batches of one run.
+#[derive(Debug)]
+pub struct Loader {
+    corpus: Corpus,
+    planner: RowPlanner,
+    layout: Layout,
+    batch_size: usize,
+    tokens: u64,
+    steps: u64,
+    fingerprint: String,
+    finite: bool,
+    report: DataReport,
+}
+
+impl Loader {
+    /// Reads and tokenises the data of a run.
+    ///
+    /// `num_epochs` `None` = without end. `vocab_size` is the model's; documents are cut to
+    /// `data.seq_len` and to `max_document`, the model's position limit.
+    ///
+    /// # Errors
+    /// Files that aren't there or can't be read, rows that aren't right (with file and line), ids
+    /// beyond the vocabulary, nothing to train on.
+    pub fn new(
+        data: &SftDataConfig,
+        tokenizer: Arc<ChatTokenizer>,
+        seed: u64,
+        num_epochs: Option<usize>,
+        vocab_size: usize,
+        max_document: usize,
+    ) -> Result<Self> {
+        Self::with_progress(data, tokenizer, seed, num_epochs, vocab_size, max_document, &mut |_| {})
+    }
+
+    /// [`Loader::new`], telling `progress` the number of rows read so far.
+    ///
+    /// # Errors
+    /// As [`Loader::new`].
+    pub fn with_progress(
+        data: &SftDataConfig,
+        tokenizer: Arc<ChatTokenizer>,
+        seed: u64,
+        num_epochs: Option<usize>,
+        vocab_size: usize,
+        max_document: usize,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Self> {
+        let layout = Layout {
+            seq_len: data.seq_len,
+            max_document: data.seq_len.min(max_document),
+            micro_batch_size: data.micro_batch_size,
+        };
+        let read = Reading::new(data, &tokenizer, vocab_size, layout.max_document)?.all(data, progress)?;
+        let seed = data.shuffle.then(|| mix(seed, data.seed));
+        let lengths: Arc<[u32]> = read.samples.iter().map(|s| s.ids.len() as u32).collect();
+        let order = |epochs| Order::Epochs(Epochs::new(lengths.clone(), read.listed.clone(), seed, epochs));
+        let planner = RowPlanner::new(order(num_epochs.map(|n| n as u64)), data.seq_len);
+        let mut report = read.report;
+        report.batch_size = data.batch_size;
+        measure_packing(RowPlanner::new(order(Some(1)), data.seq_len), data.seq_len, &mut report);
+        let fingerprint = fingerprint(&read.samples, &read.listed, &(seed, data.seq_len));
+        Ok(Self {
+            corpus: Corpus::Rows(read.samples.into()),
+            planner,
+            layout,
+            batch_size: data.batch_size,
+            tokens: 0,
+            steps: 0,
+            fingerprint,
+            finite: num_epochs.is_some(),
+            report,
+        })
+    }
+
+    /// Made-up data, without end.
+    ///
+    /// # Errors
+    /// None today; as [`Loader::new`].
+    pub fn fake(data: &FakeDataConfig, vocab_size: usize) -> Result<Self> {
+        let fake = Fake::new(data, data.seq_len, vocab_size);
+        let layout = Layout {
+            seq_len: data.seq_len,
+            max_document: data.seq_len,
+            micro_batch_size: data.micro_batch_size,
+        };
+        let order = Order::Fake { fake: fake.clone(), next: 0 };
+        Ok(Self {
+            planner: RowPlanner::new(order, data.seq_len),
+            layout,
+            batch_size: data.batch_size,
+            tokens: 0,
+            steps: 0,
+            fingerprint: format!("{fake:?}"),
+            finite: false,
+            report: DataReport { fill: 1.0, batch_size: data.batch_size, ..Default::default() },
+            corpus: Corpus::Fake(fake),
+        })
+    }
+
+    /// The micro-batches of the next optimizer step; `None` after the last epoch.
+    ///
+    /// The last step may have fewer rows: it has fewer micro-batches, and its last one is filled with
+    /// rows of padding, so that shapes stay the same.
+    ///
+    /// # Errors
+    /// None today: everything is read at the start.
+    pub fn next_step(&mut self) -> Result<Option<Vec<Batch>>> {
+        let rows: Vec<Vec<u64>> =
+            std::iter::from_fn(|| self.planner.next_row()).take(self.batch_size).collect();
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        self.steps += 1;
+        let batches = rows.chunks(self.layout.micro_batch_size).map(|rows| {
+            let rows = rows.iter().map(|row| self.corpus.documents(row)).collect();
+            let batch = batch(self.layout, rows, self.tokens);
+            self.tokens += batch.tokens() as u64;
+            batch
+        });
+        Ok(Some(batches.collect()))
+    }
+
+    /// Where the stream is.
+    pub fn state(&self) -> LoaderState {
+        let (epoch, position) = self.planner.order.position();
+        LoaderState {
+            fingerprint: self.fingerprint.clone(),
+            epoch,
+            position,
+            window: self.planner.window.iter().map(|waiting| waiting.id).collect(),
+            tokens: self.tokens,
+            steps: self.steps,
+        }
+    }
+
+    /// Goes to where the stream was.
+    ///
+    /// # Errors
+    /// The state is of other data, another seed or another `seq_len`.
+    pub fn restore(&mut self, state: LoaderState) -> Result<()> {
+        let window: Option<Vec<Waiting>> = state
+            .window
+            .iter()
+            .map(|&id| Some(Waiting { id, len: self.planner.order.len_of(id)? }))
+            .collect();
+        let (Some(window), true) = (window, state.fingerprint == self.fingerprint) else {
+            return Err(Error::train(
+                "the data are not those of the checkpoint: a row, the tokenizer, the chat template, the seed, \
+                 `shuffle` or `seq_len` has changed",
+                "Restore what was changed, or start the data anew with `--ckpt.skip-dataloader`.",
+            ));
+        };
+        self.planner.order.seek(state.epoch, state.position);
+        self.planner.window = window;
+        self.tokens = state.tokens;
+        self.steps = state.steps;
+        Ok(())
+    }
+
+    /// Epoch of the next document that enters the packing window, from 0.
+    pub fn epoch(&self) -> usize {
+        self.planner.order.position().0 as usize
+    }
+
+    /// What was read and what became of it.
+    pub fn report(&self) -> &DataReport {
+        &self.report
+    }
+
+    /// Steps from here to the end of the last epoch; `None` for data without end.
+    pub fn remaining_steps(&self) -> Option<usize> {
+        if !self.finite {
+            return None;
+        }
+        let mut planner = self.planner.clone();
+        let rows = std::iter::from_fn(|| planner.next_row()).count();
+        Some(rows.div_ceil(self.batch_size))
+    }
+}
+
+impl Corpus {
+    fn documents(&self, row: &[u64]) -> Vec<Sample> {
+        let sample = |&id: &u64| match self {
+            Corpus::Rows(samples) => samples[id as usize].clone(),
+            Corpus::Fake(fake) => fake.sample(id),
+        };
+        row.iter().map(sample).collect()
+    }
+}
+
+/// Batches of a held-out set, and what was read.
+#[derive(Debug, Clone)]
+pub struct Validation {
+    /// One pass in file order, the last row included.
+    pub batches: Vec<Batch>,
+    /// What was read.
+    pub report: DataReport,
+}
+
+/// One pass over held-out data, in file order and with its tail.
+///
+/// # Errors
+/// As [`Loader::new`].
+pub fn validation_batches(
+    data: &SftDataConfig,
+    tokenizer: Arc<ChatTokenizer>,
+    vocab_size: usize,
+    max_document: usize,
+) -> Result<Validation> {
+    let data = SftDataConfig { shuffle: false, ..data.clone() };
+    let mut loader = Loader::new(&data, tokenizer, 0, Some(1), vocab_size, max_document)?;
+    let mut batches = Vec::new();
+    while let Some(step) = loader.next_step()? {
+        batches.extend(step);
+    }
+    Ok(Validation { batches, report: loader.report })
+}
+
+/// Two seeds into one that depends on both.
+fn mix(a: u64, b: u64) -> u64 {
+    // SplitMix64's finaliser, so that (1, 0) and (0, 1) differ.
+    let mut x = a.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(b);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// A hash of everything that the stream depends on.
+fn fingerprint(samples: &[Sample], listed: &[u32], settings: &impl std::fmt::Debug) -> String {
+    let mut hash = Xxh3::new();
+    for sample in samples {
+        hash.update(&(sample.ids.len() as u64).to_le_bytes());
+        hash.update(bytemuck::cast_slice(&sample.ids));
+        hash.update(&sample.mask.iter().map(|&m| u8::from(m)).collect::<Vec<_>>());
+    }
+    hash.update(bytemuck::cast_slice(listed));
+    hash.update(format!("{settings:?}").as_bytes());
+    format!("{:016x}", hash.digest())
+}
+
+/// Packs one epoch to count its rows and how full they are.
+fn measure_packing(mut planner: RowPlanner, seq_len: usize, report: &mut DataReport) {
+    let len_of = |order: &Order, row: &[u64]| row.iter().filter_map(|&id| order.len_of(id)).sum::<usize>();
+    let mut full = 0;
+    let mut last = 0;
+    while let Some(row) = planner.next_row() {
+        full += last;
+        last = len_of(&planner.order, &row);
+        report.packed_rows += 1;
+    }
+    let places = report.packed_rows.saturating_sub(1) * seq_len;
+    report.fill = if places == 0 { 1.0 } else { full as f64 / places as f64 };
+}
+
+/// Reads files into samples.
+struct Reading<'a> {
+    tokenizer: &'a ChatTokenizer,
+    trained: LossMaskConfig,
+    vocab_size: usize,
+    max_document: usize,
+    samples: Vec<Sample>,
+    report: DataReport,
+}
+
+/// What was read: documents, and the order of one epoch.
+struct Read {
+    samples: Vec<Sample>,
+    listed: Arc<[u32]>,
+    report: DataReport,
+}
+
+impl<'a> Reading<'a> {
+    fn new(
+        data: &SftDataConfig,
+        tokenizer: &'a ChatTokenizer,
+        vocab_size: usize,
+        max_document: usize,
+    ) -> Result<Self> {
+        if tokenizer.vocab_size() > vocab_size {
+            return Err(Error::model(
+                tokenizer.dir(),
+                format!(
+                    "the tokenizer has {} tokens, the model's embedding only {vocab_size} rows (`vocab_size`)",
+                    tokenizer.vocab_size()
+                ),
+                "Take the tokenizer that belongs to the model.",
+            ));
+        }
+        let report = DataReport { seq_len: max_document, ..Default::default() };
+        let trained = data.loss_mask;
+        Ok(Self { tokenizer, trained, vocab_size, max_document, samples: Vec::new(), report })
+    }
+
+    /// Every source of `data`.
+    fn all(mut self, data: &SftDataConfig, progress: &mut dyn FnMut(usize)) -> Result<Read> {
+        let mut sources = Vec::new();
+        for (subset, split) in subsets_and_splits(data) {
+            let files = hub::dataset_files(&data.name, subset, split)?;
+            let before = (self.samples.len() as u32, self.report.rows);
+            for file in &files {
+                self.file(file, progress)?;
+            }
+            if self.report.rows == before.1 {
+                return Err(no_rows(&files));
+            }
+            sources.push(before.0..self.samples.len() as u32);
+        }
+        if self.samples.is_empty() {
+            return Err(self.nothing_trained(data));
+        }
+        let listed =
+            interleave(&sources, data.probabilities.as_deref(), data.stopping_strategy, data.seed)
+                .map_err(|message| Error::data(&data.name, None, message, "Check `subsets` and `splits`."))?;
+        self.report.documents = self.samples.len();
+        Ok(Read { samples: self.samples, listed: listed.into(), report: self.report })
+    }
+
+    fn file(&mut self, file: &PathBuf, progress: &mut dyn FnMut(usize)) -> Result<()> {
+        self.report.files.push(file.clone());
+        let mut rows = source::open(file)?;
+        loop {
+            let chunk: Vec<_> = rows.by_ref().take(CHUNK).collect();
+            if chunk.is_empty() {
+                return Ok(());
+            }
+            let encoded: Vec<Result<(Row, Sample)>> = chunk
+                .into_par_iter()
+                .map(|raw| {
+                    let row = normalise(raw?)?;
+                    let sample = self.tokenizer.encode(&row, &self.trained)?;
+                    Ok((row, sample))
+                })
+                .collect();
+            // In file order, so that of several bad rows always the first is reported.
+            for encoded in encoded {
+                let (row, sample) = encoded?;
+                self.keep(&row, sample)?;
+            }
+            progress(self.report.rows);
+        }
+    }
+
+    /// Cuts a sample and keeps it if something of it is trained.
+    fn keep(&mut self, row: &Row, mut sample: Sample) -> Result<()> {
+        self.report.rows += 1;
+        *self.report.formats.entry(row.format).or_default() += 1;
+        if let Some(&id) = sample.ids.iter().find(|&&id| id as usize >= self.vocab_size) {
+            let message = format!("token id {id} is beyond the model's vocab_size {}", self.vocab_size);
+            return Err(Error::data(row.place.file.as_ref(), row.place.row, message, ""));
+        }
+        if trained(&sample) == 0 {
+            self.drop(DropReason::NothingTrained, &row.place);
+            return Ok(());
+        }
+        if sample.ids.len() > self.max_document {
+            sample.ids.truncate(self.max_document);
+            sample.mask.truncate(self.max_document);
+            if trained(&sample) == 0 {
+                self.drop(DropReason::TrainedBeyondSeqLen, &row.place);
+                return Ok(());
+            }
+            Counted::add(&mut self.report.truncated, &row.place);
+        } else if !self.stops(&sample) {
+            Counted::add(&mut self.report.without_stop, &row.place);
+        }
+        self.report.tokens += sample.ids.len();
+        self.report.trained += trained(&sample);
+        self.report.longest = self.report.longest.max(sample.ids.len());
+        self.samples.push(sample);
+        Ok(())
+    }
+
+    fn drop(&mut self, reason: DropReason, place: &Place) {
+        let mut counted = self.report.dropped.remove(&reason);
+        Counted::add(&mut counted, place);
+        self.report.dropped.extend(counted.map(|counted| (reason, counted)));
+    }
+
+    /// Whether the last trained token can stop a generation.
+    fn stops(&self, sample: &Sample) -> bool {
+        let last = sample.mask.iter().rposition(|&m| m).map(|i| sample.ids[i]);
+        last.is_some_and(|id| self.tokenizer.is_special(id) || self.tokenizer.eos_id() == Some(id))
+    }
+
+    fn nothing_trained(&self, data: &SftDataConfig) -> Error {
+        let file = self.report.files.first().cloned().unwrap_or_else(|| PathBuf::from(&data.name));
+        Error::data(
+            file,
+            None,
+            format!(
+                "nothing to train on: none of {} rows has a trained token\n  {}",
+                self.report.rows,
+                self.report.warnings().join("\n  ")
+            ),
+            "Rows need an `assistant` message (see `[data.loss_mask]`) within `seq_len` tokens.",
+        )
+    }
+}
+
+/// Tokens that are trained as targets: the first of a document has nothing before it.
+fn trained(sample: &Sample) -> usize {
+    sample.mask.iter().skip(1).filter(|&&m| m).count()
+}
+
+fn no_rows(files: &[PathBuf]) -> Error {
+    let file = files.first().cloned().unwrap_or_default();
+    let more =
+        if files.len() > 1 { format!(" (nor in {} more files)", files.len() - 1) } else { String::new() };
+    Error::data(file, None, format!("no rows: the file is empty{more}"), "")
+}
+
+/// Pairs of subset and split that `data` asks for.
+fn subsets_and_splits(data: &SftDataConfig) -> Vec<(Option<&str>, &str)> {
+    const DEFAULT: &str = "train";
+    match (&data.subsets, &data.splits) {
+        (None, None) => vec![(None, DEFAULT)],
+        (Some(subsets), None) => subsets.iter().map(|s| (Some(s.as_str()), DEFAULT)).collect(),
+        (None, Some(splits)) => splits.iter().map(|s| (None, s.as_str())).collect(),
+        (Some(subsets), Some(splits)) => {
+            subsets.iter().zip(splits).map(|(a, b)| (Some(a.as_str()), b.as_str())).collect()
+        }
+    }
+}

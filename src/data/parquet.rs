@@ -1,0 +1,88 @@
+//! Rows of a parquet file as JSON objects; only the columns that mean something here are read.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::reader::RowIter;
+use parquet::record::{Field, Row};
+use parquet::schema::types::Type;
+use serde_json::{Map, Value};
+
+use super::row::{COLUMNS, Place, RawRow};
+use super::source::Rows;
+use crate::error::{Error, Result};
+
+/// Opens a parquet file.
+pub(super) fn rows(path: &Path) -> Result<Rows> {
+    let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
+    let fault = |error: parquet::errors::ParquetError| not_parquet(path, &error.to_string());
+    let reader = SerializedFileReader::new(file).map_err(fault)?;
+    let schema = reader.metadata().file_metadata().schema_descr().root_schema().clone();
+    let projection = projection(&schema).map_err(fault)?;
+    let file = Arc::new(path.to_path_buf());
+    let rows = RowIter::from_file_into(Box::new(reader)).project(projection).map_err(fault)?;
+    Ok(Box::new(rows.enumerate().map(move |(i, row)| {
+        let place = Place { file: file.clone(), row: i + 1 };
+        let row = row.map_err(|e| Error::data(file.as_ref(), i + 1, format!("broken parquet: {e}"), ""))?;
+        Ok(RawRow { place, columns: group(&row), padded_with_nulls: true })
+    })))
+}
+
+fn not_parquet(path: &Path, message: &str) -> Error {
+    Error::data(
+        path,
+        None,
+        format!("not a readable parquet file: {message}"),
+        "If it is another format, give it its own ending; if a download was cut, fetch it again.",
+    )
+}
+
+/// The wanted columns, or all where none is wanted (so that the error can name them).
+fn projection(schema: &Type) -> parquet::errors::Result<Option<Type>> {
+    let wanted: Vec<_> =
+        schema.get_fields().iter().filter(|field| COLUMNS.contains(&field.name())).cloned().collect();
+    if wanted.is_empty() {
+        return Ok(None);
+    }
+    Type::group_type_builder(schema.name()).with_fields(wanted).build().map(Some)
+}
+
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(b) => (*b).into(),
+        Field::Byte(n) => (*n).into(),
+        Field::Short(n) => (*n).into(),
+        Field::Int(n) => (*n).into(),
+        Field::Long(n) => (*n).into(),
+        Field::UByte(n) => (*n).into(),
+        Field::UShort(n) => (*n).into(),
+        Field::UInt(n) => (*n).into(),
+        Field::ULong(n) => (*n).into(),
+        Field::Float(x) => f64::from(*x).into(),
+        Field::Double(x) => (*x).into(),
+        Field::Str(text) => text.as_str().into(),
+        // Strings of writers that don't mark them as such.
+        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into(),
+        Field::Group(row) => Value::Object(group(row)),
+        Field::ListInternal(list) => Value::Array(list.elements().iter().map(value).collect()),
+        Field::MapInternal(map) => {
+            map.entries().iter().map(|(key, item)| (key_text(key), value(item))).collect()
+        }
+        // Dates, times, decimals: as parquet prints them.
+        other => other.to_string().into(),
+    }
+}
+
+fn group(row: &Row) -> Map<String, Value> {
+    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
+}
+
+fn key_text(key: &Field) -> String {
+    match value(key) {
+        Value::String(text) => text,
+        other => other.to_string(),
+    }
+}

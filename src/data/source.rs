@@ -1,0 +1,196 @@
+//! Data files → rows, one at a time: `.jsonl` and `.json` (by line or one list), `.parquet`.
+//!
+//! Lines end at `\n` only (U+2028 and its like may stand in strings), a byte-order mark, `\r` and
+//! blank lines are passed over, and each error names file and line.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::parquet;
+use super::row::{Fault, Place, RawRow};
+use crate::error::{Error, Result};
+use crate::hub::DATA_ENDINGS;
+
+/// Rows of a file, in order.
+pub(super) type Rows = Box<dyn Iterator<Item = Result<RawRow>> + Send>;
+
+/// Opens a data file by its ending.
+pub(super) fn open(path: &Path) -> Result<Rows> {
+    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+    match ending.as_str() {
+        "parquet" => parquet::rows(path),
+        "jsonl" => Ok(Box::new(Lines::open(path)?)),
+        "json" if starts_with_list(path)? => json_list(path),
+        "json" => Ok(Box::new(Lines::open(path)?)),
+        _ => Err(Error::data(
+            path,
+            None,
+            format!("don't know how to read files that end in `.{ending}`"),
+            format!("Files may end in {}.", DATA_ENDINGS.map(|e| format!("`.{e}`")).join(", ")),
+        )),
+    }
+}
+
+/// A jsonl file being read.
+struct Lines {
+    reader: BufReader<File>,
+    place: Place,
+    buffer: Vec<u8>,
+}
+
+impl Lines {
+    fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
+        let place = Place { file: Arc::new(path.into()), row: 0 };
+        Ok(Self { reader: BufReader::with_capacity(1 << 16, file), place, buffer: Vec::new() })
+    }
+
+    /// The next line that isn't blank, in `buffer`.
+    fn advance(&mut self) -> Result<bool> {
+        loop {
+            self.buffer.clear();
+            let read = self.reader.read_until(b'\n', &mut self.buffer);
+            if read.map_err(|e| Error::io(self.place.file.as_ref(), "read", e))? == 0 {
+                return Ok(false);
+            }
+            self.place.row += 1;
+            if self.place.row == 1 && self.buffer.starts_with(b"\xef\xbb\xbf") {
+                self.buffer.drain(..3);
+            }
+            if !self.buffer.trim_ascii().is_empty() {
+                return Ok(true);
+            }
+        }
+    }
+
+    fn parse(&self) -> Result<RawRow, Fault> {
+        let text = std::str::from_utf8(&self.buffer).map_err(|error| {
+            Fault::new(
+                format!("not UTF-8 at byte {} of the line", error.valid_up_to() + 1),
+                "Convert the file, for example with `iconv -f latin1 -t utf-8`.",
+            )
+        })?;
+        object(serde_json::from_str(text).map_err(|error| {
+            Fault::new(
+                format!("not valid JSON: {}", without_line(&error)),
+                "Each line must hold one whole JSON object.",
+            )
+        })?)
+        .map(|columns| RawRow { place: self.place.clone(), columns, padded_with_nulls: false })
+    }
+}
+
+impl Iterator for Lines {
+    type Item = Result<RawRow>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match self.advance() {
+            Ok(false) => None,
+            Ok(true) => Some(self.parse().map_err(|fault| fault.at(&self.place))),
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+/// serde_json counts lines from the start of its input, which here is one line.
+fn without_line(error: &serde_json::Error) -> String {
+    error.to_string().replace(" at line 1 column", " at column")
+}
+
+fn object(value: Value) -> Result<serde_json::Map<String, Value>, Fault> {
+    match value {
+        Value::Object(columns) => Ok(columns),
+        other => {
+            let found = match other {
+                Value::Array(_) => "a JSON list",
+                Value::String(_) => "a JSON string",
+                _ => "a JSON value",
+            };
+            Err(Fault::new(format!("{found}; wanted a JSON object with the row's columns"), ""))
+        }
+    }
+}
+
+fn starts_with_list(path: &Path) -> Result<bool> {
+    let mut reader = BufReader::new(File::open(path).map_err(|e| Error::io(path, "read", e))?);
+    loop {
+        let buffer = reader.fill_buf().map_err(|e| Error::io(path, "read", e))?;
+        match buffer.iter().find(|b| !b.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(b)) {
+            Some(&first) => return Ok(first == b'['),
+            None if buffer.is_empty() => return Ok(false),
+            None => {
+                let read = buffer.len();
+                reader.consume(read);
+            }
+        }
+    }
+}
+
+/// A `.json` file that is one list of objects.
+fn json_list(path: &Path) -> Result<Rows> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    let items: Vec<Value> = serde_json::from_slice(bytes)
+        .map_err(|error| Error::data(path, error.line(), format!("not valid JSON: {error}"), ""))?;
+    let file = Arc::new(path.to_path_buf());
+    Ok(Box::new(items.into_iter().enumerate().map(move |(i, value)| {
+        let place = Place { file: file.clone(), row: i + 1 };
+        let columns = object(value).map_err(|fault| fault.at(&place))?;
+        Ok(RawRow { place, columns, padded_with_nulls: false })
+    })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(name: &str, bytes: &[u8]) -> Vec<std::result::Result<(usize, Value), String>> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        open(&path)
+            .unwrap()
+            .map(|row| {
+                row.map(|row| (row.place.row, Value::Object(row.columns)))
+                    .map_err(|e| e.to_string().split_once(name).unwrap().1.to_string())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn marks_returns_blanks_and_separators_in_strings_are_no_rows() {
+        let text = "\u{feff}{\"a\": 1}\r\n\r\n  \n{\"a\": \"x\u{2028}\u{85}y\"}\r\n{\"a\": 3}";
+        let got: Vec<_> = rows("x.jsonl", text.as_bytes()).into_iter().map(Result::unwrap).collect();
+        let want = [(1, "1"), (4, "\"x\u{2028}\u{85}y\""), (5, "3")];
+        assert_eq!(got.len(), 3);
+        for ((row, value), (want_row, want_value)) in got.iter().zip(want) {
+            assert_eq!((*row, value["a"].to_string().as_str()), (want_row, want_value));
+        }
+    }
+
+    #[test]
+    fn errors_name_the_line_and_reading_can_go_on() {
+        let got = rows("x.jsonl", b"{\"a\": 1}\n{\"a\n[1]\n\"s\xff\"\n{}");
+        assert_eq!(got.len(), 5);
+        assert!(got[1].as_ref().unwrap_err().starts_with(":2: not valid JSON"), "{got:?}");
+        assert!(got[1].as_ref().unwrap_err().contains("at column"), "{got:?}");
+        assert_eq!(
+            got[2].as_ref().unwrap_err(),
+            ":3: a JSON list; wanted a JSON object with the row's columns"
+        );
+        assert_eq!(got[3].as_ref().unwrap_err(), ":4: not UTF-8 at byte 3 of the line");
+        assert_eq!(got[4], Ok((5, serde_json::json!({}))));
+    }
+
+    #[test]
+    fn json_holds_a_list_or_lines() {
+        let want = [Ok((1, serde_json::json!({"a": 1}))), Ok((2, serde_json::json!({"a": 2})))];
+        assert_eq!(rows("x.json", b"\xef\xbb\xbf \n[{\"a\": 1},\n {\"a\": 2}]"), want);
+        assert_eq!(rows("x.json", b"{\"a\": 1}\n{\"a\": 2}\n"), want);
+        assert_eq!(rows("x.json", b""), []);
+    }
+}

@@ -1,0 +1,247 @@
+//! Names of models and datasets → folders and files on this machine.
+//!
+//! A name is, in this order: a local path, something [compiled in](crate::assets), or an `owner/name` of
+//! the Hugging Face hub. The hub's local cache comes first (the one that Python's tools use, where
+//! `HF_HUB_CACHE` or `HF_HOME` put it); what is missing there is downloaded, unless `HF_HUB_OFFLINE` is
+//! set. `HF_ENDPOINT` and `HF_TOKEN` are respected.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::assets;
+use crate::error::{Error, Result};
+
+mod cache;
+mod layout;
+#[cfg(feature = "hub")]
+mod remote;
+
+use cache::{Kind, Repo};
+pub(crate) use layout::ENDINGS as DATA_ENDINGS;
+
+/// The folder of a model: `config.json`, weights, tokenizer.
+///
+/// # Errors
+/// Nothing by that name on disk, compiled in or on the hub.
+pub fn model_dir(name: &str) -> Result<PathBuf> {
+    folder(name, "model.name", layout::model_files)
+}
+
+/// The folder of a tokenizer: as [`model_dir`], but without the weights.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn tokenizer_dir(name: &str) -> Result<PathBuf> {
+    folder(name, "tokenizer.name", layout::tokenizer_files)
+}
+
+/// Which of a repository's files are wanted, or what is missing.
+type Choice<'a> = dyn Fn(&dyn Listing) -> Result<Vec<String>, String> + 'a;
+
+/// A folder or a repository: what it holds.
+trait Listing {
+    /// Paths inside it, sorted.
+    fn paths(&self) -> &[String];
+    /// The text of a file that the choice of others depends on.
+    fn read(&self, path: &str) -> Option<String>;
+}
+
+fn folder(
+    name: &str,
+    key: &str,
+    choose: impl Fn(&dyn Listing) -> Result<Vec<String>, String>,
+) -> Result<PathBuf> {
+    let path = Path::new(name);
+    if path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    if path.exists() {
+        return Err(Error::model(
+            path,
+            format!("`{key}` is a file; wanted a folder"),
+            "Name the folder that holds it.",
+        ));
+    }
+    if let Some(dir) = embedded(name)? {
+        return Ok(dir);
+    }
+    let repo = Repo::parse(Kind::Model, name).ok_or_else(|| not_found(name, key, None))?;
+    let (snapshot, _) = resolve(&repo, &choose).map_err(|problem| problem.into_error(name, key))?;
+    Ok(snapshot)
+}
+
+/// The data files of a dataset: one file, a folder in the hub's layout, or a hub dataset.
+///
+/// `subset` is the name of a folder inside it; files belong to a split by their names.
+///
+/// # Errors
+/// Nothing by that name, no such subset or split (with those that there are).
+pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Vec<PathBuf>> {
+    const KEY: &str = "data.name";
+    let path = Path::new(name);
+    if path.is_file() {
+        return Ok(vec![path.to_path_buf()]);
+    }
+    let embedded = embedded(name)?;
+    let choose = |listing: &dyn Listing| layout::data_files(listing.paths(), subset, split);
+    if let Some(dir) = embedded.or_else(|| path.is_dir().then(|| path.to_path_buf())) {
+        let files = choose(&LocalFolder::read_dir(&dir)?)
+            .map_err(|message| Error::data(&dir, None, message, layout::LAYOUT_HINT))?;
+        return Ok(files.into_iter().map(|file| dir.join(file)).collect());
+    }
+    let repo = Repo::parse(Kind::Dataset, name).ok_or_else(|| not_found(name, KEY, None))?;
+    let (snapshot, files) = resolve(&repo, &choose).map_err(|problem| problem.into_error(name, KEY))?;
+    Ok(files.into_iter().map(|file| snapshot.join(file)).collect())
+}
+
+/// A folder on disk.
+struct LocalFolder {
+    root: PathBuf,
+    paths: Vec<String>,
+}
+
+impl LocalFolder {
+    fn read_dir(root: &Path) -> Result<Self> {
+        let mut paths = Vec::new();
+        walk(root, "", 0, &mut paths)?;
+        paths.sort();
+        Ok(Self { root: root.to_path_buf(), paths })
+    }
+}
+
+impl Listing for LocalFolder {
+    fn paths(&self) -> &[String] {
+        &self.paths
+    }
+
+    fn read(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.root.join(path)).ok()
+    }
+}
+
+/// Collects files below `root`, hidden ones apart.
+fn walk(root: &Path, inside: &str, depth: usize, paths: &mut Vec<String>) -> Result<()> {
+    const MAX_DEPTH: usize = 6;
+    let dir = root.join(inside);
+    for entry in fs::read_dir(&dir).map_err(|e| Error::io(&dir, "read", e))? {
+        let entry = entry.map_err(|e| Error::io(&dir, "read", e))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with('.') {
+            continue;
+        }
+        let path = if inside.is_empty() { name } else { format!("{inside}/{name}") };
+        if entry.path().is_dir() {
+            if depth < MAX_DEPTH {
+                walk(root, &path, depth + 1, paths)?;
+            }
+        } else {
+            paths.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Why a repository could not be had.
+#[derive(Debug)]
+enum Problem {
+    /// Not in the cache, and the network is not to be asked, or can't be.
+    Unreachable { why: String, hint: String },
+    /// It is there, and isn't what is wanted.
+    Wrong(String),
+}
+
+impl Problem {
+    fn into_error(self, name: &str, key: &str) -> Error {
+        match self {
+            Problem::Unreachable { why, hint } => not_found(name, key, Some((why, hint))),
+            Problem::Wrong(message) => Error::Hub {
+                message: format!("`{name}`: {message}"),
+                hint: if key == "data.name" { layout::LAYOUT_HINT.into() } else { String::new() },
+            },
+        }
+    }
+}
+
+/// The snapshot folder of a repository, all wanted files in it, and their names.
+fn resolve(repo: &Repo, choose: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
+    let cached = match cache::snapshot(repo) {
+        Some(dir) => {
+            let listing = LocalFolder::read_dir(&dir).map_err(|e| Problem::Wrong(e.to_string()))?;
+            choose(&listing).map(|files| (dir, files))
+        }
+        None => Err("not in the local cache".to_string()),
+    };
+    match cached {
+        Ok(found) => Ok(found),
+        Err(why) if offline() => Err(Problem::Unreachable {
+            why: format!("`HF_HUB_OFFLINE` is set and the cache can't serve it: {why}"),
+            hint: format!(
+                "Unset `HF_HUB_OFFLINE`, or put it into the cache (`hf download {}{}`), or name a local folder.",
+                repo.id,
+                if repo.kind == Kind::Dataset { " --repo-type dataset" } else { "" }
+            ),
+        }),
+        Err(_) => download(repo, choose),
+    }
+}
+
+#[cfg(feature = "hub")]
+fn download(repo: &Repo, choose: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
+    remote::download(repo, choose)
+}
+
+#[cfg(not(feature = "hub"))]
+fn download(_: &Repo, _: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
+    Err(Problem::Unreachable {
+        why: "this program was built without the feature `hub`".into(),
+        hint: "Build it with `--features hub`, or name a local folder.".into(),
+    })
+}
+
+/// As in huggingface_hub (constants.py): 1, true, yes or on.
+fn offline() -> bool {
+    let set = |key| {
+        std::env::var(key).is_ok_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()))
+    };
+    set("HF_HUB_OFFLINE") || set("TRANSFORMERS_OFFLINE") || set("HF_DATASETS_OFFLINE")
+}
+
+/// Nothing by that name: says where was looked and what is nearly called so.
+fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
+    let (tried, mut hint) = match hub {
+        Some((why, hint)) => (format!("no such file or folder, and not on the hub: {why}"), hint),
+        None => ("no such file or folder (and a hub name is `owner/name`)".to_string(), String::new()),
+    };
+    if let Some(near) = nearest_sibling(Path::new(name)) {
+        hint = format!("Did you mean `{}`?", near.display()) + if hint.is_empty() { "" } else { " " } + &hint;
+    }
+    let message = format!("`{key}`: {name} not found: {tried}");
+    Error::Hub { message, hint }
+}
+
+/// The entry of the folder of `path` that is spelled most like it.
+fn nearest_sibling(path: &Path) -> Option<PathBuf> {
+    let wanted = path.file_name()?.to_string_lossy();
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::read_dir(parent)
+        .ok()?
+        .flatten()
+        .map(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            (strsim::damerau_levenshtein(&wanted, &name), name)
+        })
+        .filter(|(distance, _)| *distance <= 3.min(wanted.chars().count() / 2))
+        .min()
+        .map(|(_, name)| path.with_file_name(name))
+}
+
+/// The folder of something compiled in, written to the cache of this program the first time.
+fn embedded(name: &str) -> Result<Option<PathBuf>> {
+    match assets::ASSETS.iter().find(|asset| asset.name == name) {
+        Some(asset) => cache::write_asset(asset).map(Some),
+        None => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! Where files of the hub lie on this machine, and where ours do.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::assets::Asset;
+use crate::error::{Error, Result};
+
+/// What a repository holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Model,
+    Dataset,
+}
+
+/// A repository of the hub.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Repo {
+    pub kind: Kind,
+    /// `owner/name`.
+    pub id: String,
+}
+
+impl Repo {
+    /// `None` when `name` can't be the name of a repository.
+    pub fn parse(kind: Kind, name: &str) -> Option<Self> {
+        let (owner, repo) = name.split_once('/')?;
+        let fits = |part: &str| {
+            !part.is_empty()
+                && !part.starts_with(['.', '-', '~'])
+                && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        };
+        let is_file = [".jsonl", ".json", ".parquet", ".csv"].iter().any(|ending| repo.ends_with(ending));
+        (fits(owner) && fits(repo) && !is_file).then(|| Self { kind, id: name.to_string() })
+    }
+
+    /// Its folder in the cache.
+    pub fn folder(&self) -> PathBuf {
+        let kind = match self.kind {
+            Kind::Model => "models",
+            Kind::Dataset => "datasets",
+        };
+        hub_cache().join(format!("{kind}--{}", self.id.replace('/', "--")))
+    }
+
+    /// There while a download is unfinished: the snapshot isn't whole then.
+    pub fn unfinished_mark(&self) -> PathBuf {
+        self.folder().join(".embertune-unfinished")
+    }
+}
+
+/// A variable of the environment that isn't empty.
+pub(super) fn variable(key: &str) -> Option<PathBuf> {
+    std::env::var_os(key).filter(|v| !v.is_empty()).map(PathBuf::from)
+}
+
+fn user_cache() -> PathBuf {
+    let home = || variable("HOME").or_else(|| variable("USERPROFILE")).map(|home| home.join(".cache"));
+    variable("XDG_CACHE_HOME").or_else(home).unwrap_or_else(std::env::temp_dir)
+}
+
+/// The folder of the hub's tools (huggingface_hub, constants.py): `HF_HOME`.
+pub(super) fn hf_home() -> PathBuf {
+    variable("HF_HOME").unwrap_or_else(|| user_cache().join("huggingface"))
+}
+
+/// Their cache of repositories.
+pub(super) fn hub_cache() -> PathBuf {
+    variable("HF_HUB_CACHE")
+        .or_else(|| variable("HUGGINGFACE_HUB_CACHE"))
+        .unwrap_or_else(|| hf_home().join("hub"))
+}
+
+/// The cached snapshot of a repository's main branch, if there is one and no download was cut.
+pub(super) fn snapshot(repo: &Repo) -> Option<PathBuf> {
+    let folder = repo.folder();
+    if repo.unfinished_mark().exists() {
+        return None;
+    }
+    let commit = fs::read_to_string(folder.join("refs/main")).ok()?;
+    Some(folder.join("snapshots").join(commit.trim())).filter(|dir| dir.is_dir())
+}
+
+/// The folder of something compiled in; its name holds a hash, so that versions keep apart.
+pub(super) fn write_asset(asset: &Asset) -> Result<PathBuf> {
+    let mut hash = Xxh3::new();
+    for (path, content) in asset.files {
+        hash.update(path.as_bytes());
+        hash.update(content);
+    }
+    let name = format!("{}-{:016x}", asset.name.replace('/', "--"), hash.digest());
+    // A home that can't be written to is no reason not to train.
+    let in_cache = write_once(&user_cache().join("embertune"), &name, asset);
+    in_cache.or_else(|_| write_once(&std::env::temp_dir().join("embertune"), &name, asset))
+}
+
+fn write_once(parent: &Path, name: &str, asset: &Asset) -> Result<PathBuf> {
+    let dir = parent.join(name);
+    let is_whole = || {
+        asset
+            .files
+            .iter()
+            .all(|(path, content)| fs::read(dir.join(path)).is_ok_and(|found| found == *content))
+    };
+    if is_whole() {
+        return Ok(dir);
+    }
+    let unfinished = parent.join(format!(".{name}-{}", std::process::id()));
+    for (path, content) in asset.files {
+        let file = unfinished.join(path);
+        let folder = file.parent().unwrap_or(&unfinished);
+        fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))?;
+        fs::write(&file, content).map_err(|e| Error::io(&file, "write", e))?;
+    }
+    // Someone may have been faster, or have left a broken one.
+    if !is_whole() {
+        let _ = fs::remove_dir_all(&dir);
+        let renamed = fs::rename(&unfinished, &dir);
+        if !is_whole() {
+            renamed.map_err(|e| Error::io(&dir, "write", e))?;
+        }
+    }
+    let _ = fs::remove_dir_all(&unfinished);
+    Ok(dir)
+}
