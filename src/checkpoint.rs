@@ -145,12 +145,7 @@ impl RunFolder {
 
     /// Makes the folder ready for a run that begins at `start`, whose checkpoint is read already: what is
     /// in the way is renamed, or (with `clean_output_dir`) deleted; `note` hears of it.
-    pub fn make_ready(
-        &self,
-        config: &SftConfig,
-        start: &Start,
-        note: &mut dyn FnMut(String),
-    ) -> Result<()> {
+    pub fn make_ready(&self, config: &SftConfig, start: &Start, note: &mut dyn FnMut(String)) -> Result<()> {
         if config.clean_output_dir {
             self.clean(note)?;
         }
@@ -194,9 +189,7 @@ impl RunFolder {
             }
         }
         match fs::remove_file(self.metrics()) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(self.metrics(), "delete", e))
-            }
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(self.metrics(), "delete", e)),
             _ => Ok(()),
         }
     }

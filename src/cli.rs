@@ -158,7 +158,11 @@ fn next_steps(config: &SftConfig, args: &[String], summary: &Summary) -> String 
 fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./@:=,+%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
+    if !text.is_empty() && text.chars().all(plain) {
+        text
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
 }
 
 fn merge(base: &Path, adapter: &Path, out: &Path) -> Result<()> {
@@ -228,7 +232,8 @@ mod tests {
         let words = ["embertune", "sft", "@", "a.toml", "--optim.lr", "1e-4", "--ckpt", "--model.name", "-x"];
         let Command::Sft { args } = Cli::try_parse_from(words).unwrap().command else { panic!("not sft") };
         assert_eq!(args, words[2..]);
-        let Command::Sft { args } = Cli::try_parse_from(["embertune", "sft", "--help"]).unwrap().command else {
+        let Command::Sft { args } = Cli::try_parse_from(["embertune", "sft", "--help"]).unwrap().command
+        else {
             panic!("not sft")
         };
         assert_eq!(args, ["--help"]);
@@ -245,7 +250,10 @@ mod tests {
         };
         let config = SftConfig { output_dir: "out put".into(), ..SftConfig::default() };
         let text = next_steps(&config, &["@".into(), "it's.toml".into()], &summary);
-        assert!(text.contains("merge --base base --adapter 'out put/weights/step_10/lora_adapters'"), "{text}");
+        assert!(
+            text.contains("merge --base base --adapter 'out put/weights/step_10/lora_adapters'"),
+            "{text}"
+        );
         assert!(text.contains(r"sft @ 'it'\''s.toml' --ckpt.resume-step -1 --max-steps 20"), "{text}");
     }
 }

@@ -50,10 +50,19 @@ fn auto() -> Result<Selected> {
         return cuda(0);
     }
     #[cfg(feature = "wgpu")]
-    if let Some(device) = adapters::real(&adapters::of_wgpu()).into_iter().next() {
+    if may_have_gpu()
+        && let Some(device) = adapters::real(&adapters::of_wgpu()).into_iter().next() {
         return Ok(Selected { device, name: "wgpu:0".into(), warning: None });
     }
     flex()
+}
+
+/// Whether asking graphics drivers can find anything. Linux shows every GPU as a device file; where there is none,
+/// loading drivers only costs time and lets some of them complain.
+#[cfg(feature = "wgpu")]
+fn may_have_gpu() -> bool {
+    let files = ["/dev/dri", "/dev/nvidiactl", "/dev/dxg", "/dev/kgsl-3d0", "/dev/mali0"];
+    !cfg!(target_os = "linux") || files.iter().any(|file| std::path::Path::new(file).exists())
 }
 
 fn flex() -> Result<Selected> {
@@ -166,9 +175,7 @@ mod adapters {
     /// Burn doesn't tell an adapter's kind, but compares devices: try each kind's name.
     fn classify(devices: Vec<Device>, named: fn(DeviceKind) -> Device) -> Vec<Adapter> {
         let n = devices.len();
-        let is = |device: &Device, kind: fn(usize) -> DeviceKind| {
-            (0..n).any(|i| *device == named(kind(i)))
-        };
+        let is = |device: &Device, kind: fn(usize) -> DeviceKind| (0..n).any(|i| *device == named(kind(i)));
         devices
             .into_iter()
             .map(|device| {

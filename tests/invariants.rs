@@ -83,8 +83,10 @@ fn the_same_twenty_steps_repeat_bit_for_bit_under_load() {
     let busy = AtomicBool::new(true);
     std::thread::scope(|scope| {
         for _ in 0..3 {
-            scope.spawn(|| while busy.load(Ordering::Relaxed) {
-                std::hint::spin_loop();
+            scope.spawn(|| {
+                while busy.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
             });
         }
         for k in 0..5 {
@@ -190,7 +192,11 @@ fn recomputation_gives_the_same_bits() {
         for every in [1, 2] {
             let again = forward_backward(&model, &batches, &options(Some(every))).unwrap();
             assert_eq!(whole.loss.to_bits(), again.loss.to_bits());
-            assert_eq!(bits(&whole.grads), bits(&again.grads), "every {every}");
+            let pairs = bits(&whole.grads).into_iter().zip(bits(&again.grads));
+            let parameters = model.trainable();
+            let differ = parameters.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(p, _)| &p.name);
+            let differ: Vec<_> = differ.collect();
+            assert!(differ.is_empty(), "every {every}: {differ:?}");
         }
     }
 }
@@ -219,7 +225,7 @@ fn held_out_loss_is_the_mean_over_all_tokens_not_over_batches() {
         few.loss_mask = (0..24).map(|i| i == 5).collect();
         few
     });
-    let (a, b) = (held_out(&[many.clone()]), held_out(&[few.clone()]));
+    let (a, b) = (held_out(std::slice::from_ref(&many)), held_out(std::slice::from_ref(&few)));
     let (n, m) = (many.trained_tokens() as f64, few.trained_tokens() as f64);
     assert!(n > m);
     let both = held_out(&[many, few, batch(5, false)]);
@@ -237,9 +243,10 @@ fn a_step_without_trained_tokens_changes_nothing() {
     let mut model = with_lora(0.0);
     let mut optimizer = adamw(&model);
     let before = bits(&model.trainable_values());
-    let sums = forward_backward(&model, &[batch(1, false), batch(2, false)], &StepOptions::default()).unwrap();
+    let sums =
+        forward_backward(&model, &[batch(1, false), batch(2, false)], &StepOptions::default()).unwrap();
     assert!(sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap().is_none());
-    assert_eq!(before, bits(&model.trainable_values()));
+    assert!(before == bits(&model.trainable_values()));
     assert_eq!(optimizer.updates(), 0);
     assert!(optimizer.state().is_empty());
 }
@@ -281,7 +288,7 @@ fn the_base_is_bit_unchanged_after_a_lora_run() {
         sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap();
     }
     assert_eq!(frozen, frozen_hash(&model));
-    assert_ne!(trained, bits(&model.trainable_values()));
+    assert!(trained != bits(&model.trainable_values()));
     // And on disk.
     let dir = RunDir::new();
     let file = root().join("bad/_ok/model/model.safetensors");

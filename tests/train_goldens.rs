@@ -56,7 +56,12 @@ fn run(name: &str, recompute: Option<usize>) {
         let what = |number: &str| format!("{name}, step {}: {number}", step["step"]);
         let batches: Vec<Batch> = step["micro_batches"].as_array().unwrap().iter().map(batch).collect();
         let sums = forward_backward(&model, &batches, &options).unwrap();
-        assert_eq!(sums.trained_tokens as u64, step["n_target_tokens"].as_u64().unwrap(), "{}", what("targets"));
+        assert_eq!(
+            sums.trained_tokens as u64,
+            step["n_target_tokens"].as_u64().unwrap(),
+            "{}",
+            what("targets")
+        );
         let lr = step["lr"].as_f64().unwrap();
         let update = sums.update(&mut model, &mut optimizer, lr, max_norm).unwrap().unwrap();
         let wanted = |key: &str| step[key].as_f64().unwrap() as f32;

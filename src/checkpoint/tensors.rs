@@ -111,7 +111,8 @@ mod tests {
             shape: shape.to_vec(),
             values: Tensor::from_data(TensorData::new(values.clone(), [values.len()]), &device),
         };
-        let tensors = [named("b.x", &[2, 2], vec![1.0, -2.0, 3.5, f32::MIN_POSITIVE]), named("a", &[1], vec![0.5])];
+        let tensors =
+            [named("b.x", &[2, 2], vec![1.0, -2.0, 3.5, f32::MIN_POSITIVE]), named("a", &[1], vec![0.5])];
         save(&path, &tensors).unwrap();
         let read = load(&path, &device).unwrap();
         assert_eq!(read.len(), 2);

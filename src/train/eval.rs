@@ -6,7 +6,7 @@
 use burn::module::Module;
 
 use crate::data::Batch;
-use crate::model::{Decoder, Inputs};
+use crate::model::Decoder;
 use crate::{Error, Result};
 
 /// Mean loss over the trained tokens of `batches`.
@@ -17,7 +17,7 @@ pub fn held_out_loss(model: &Decoder, batches: &[Batch]) -> Result<f64> {
     let model = model.valid();
     let (mut sum, mut tokens) = (0.0, 0);
     for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
-        let inputs = Inputs::new(batch, model.config(), &model.device(), None)?;
+        let inputs = model.inputs(batch, None)?;
         let loss = model.loss_sum(&inputs).to_data().try_to_vec::<f32>().expect("the loss is f32");
         sum += f64::from(loss[0]);
         tokens += batch.trained_tokens();

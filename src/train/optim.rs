@@ -167,14 +167,10 @@ struct Step {
 impl Rule {
     fn of(kind: &OptimKind, parameter: &Trainable) -> Self {
         match *kind {
-            OptimKind::AdamW { betas1, betas2, eps } => {
-                Rule::AdamW { beta1: betas1, beta2: betas2, eps }
-            }
+            OptimKind::AdamW { betas1, betas2, eps } => Rule::AdamW { beta1: betas1, beta2: betas2, eps },
             OptimKind::Sgd { nesterov, momentum } => Rule::Sgd { nesterov, momentum },
             OptimKind::Muon { mu, betas1, betas2 } => match parameter.shape[..] {
-                [rows, columns] if !is_head_or_embedding(&parameter.name) => {
-                    Rule::Muon { mu, rows, columns }
-                }
+                [rows, columns] if !is_head_or_embedding(&parameter.name) => Rule::Muon { mu, rows, columns },
                 _ => Rule::AdamW { beta1: betas1, beta2: betas2, eps: MUON_EPS },
             },
             OptimKind::SignSgd => Rule::SignSgd,
@@ -288,3 +284,6 @@ pub fn newton_schulz(matrix: Tensor<2>) -> Tensor<2> {
     }
     if rows > columns { x.transpose() } else { x }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests;

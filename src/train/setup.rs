@@ -92,11 +92,8 @@ pub(super) fn data(
     let vocab_size = model.config().vocab_size;
     let longest = config.model.max_position_embeddings.unwrap_or(model.config().max_position_embeddings);
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
-    let tokenizer = if needs_tokenizer {
-        Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?))
-    } else {
-        None
-    };
+    let tokenizer =
+        if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
             // The order of the data depends on `data.seed` alone.
@@ -122,7 +119,11 @@ pub(super) fn data(
 /// Where the run ends: at `max_steps`, or with the data if that is sooner.
 pub(super) fn last_step(config: &SftConfig, loader: &Loader, done: usize) -> usize {
     let by_data = loader.remaining_steps().map(|steps| done + steps);
-    [config.max_steps, by_data].into_iter().flatten().min().expect("checked: `max_steps` or `num_epochs` is set")
+    [config.max_steps, by_data]
+        .into_iter()
+        .flatten()
+        .min()
+        .expect("checked: `max_steps` or `num_epochs` is set")
 }
 
 /// A line about what will be trained on.
@@ -133,12 +134,7 @@ pub(super) fn describe_data(loader: &Loader) -> Vec<String> {
     }
     vec![format!(
         "Data: {} of {} rows, {} tokens, {} trained; {} packed rows of {} tokens an epoch",
-        report.documents,
-        report.rows,
-        report.tokens,
-        report.trained,
-        report.packed_rows,
-        report.seq_len
+        report.documents, report.rows, report.tokens, report.trained, report.packed_rows, report.seq_len
     )]
 }
 

@@ -205,7 +205,8 @@ impl<'a> Run<'a> {
             // ---- forward and backward: sums of loss, gradients and trained tokens ----
             let clock = Instant::now();
             let step = self.progress.step + 1;
-            let sums = forward_backward(&self.model, &batches, &self.options).map_err(|e| at_step(step, e))?;
+            let sums =
+                forward_backward(&self.model, &batches, &self.options).map_err(|e| at_step(step, e))?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----
@@ -343,9 +344,8 @@ impl<'a> Run<'a> {
                 settings: self.identity.settings.clone(),
             };
             let trainable = self.model.trainable().into_iter().zip(self.model.trainable_values());
-            let trainable: Vec<Named> = trainable
-                .map(|(p, values)| Named { name: p.name, shape: p.shape, values })
-                .collect();
+            let trainable: Vec<Named> =
+                trainable.map(|(p, values)| Named { name: p.name, shape: p.shape, values }).collect();
             self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &self.optimizer.state())?;
             let seconds = clock.elapsed().as_secs_f64();
             report.event(&Event::Saved { what: "checkpoint", path: target.clone(), seconds });
@@ -367,7 +367,12 @@ impl<'a> Run<'a> {
                     let meta = AdapterMeta { base_model_name_or_path: base };
                     export::save_adapter(&self.model, 0, &partial.join("lora_adapters"), &meta)
                 } else {
-                    export::save_model(&self.model, &self.base, partial, setup::stored_dtype(self.config, &self.model))
+                    export::save_model(
+                        &self.model,
+                        &self.base,
+                        partial,
+                        setup::stored_dtype(self.config, &self.model),
+                    )
                 }
             })?;
             if let Some(ckpt) = &self.config.ckpt {

@@ -9,7 +9,6 @@
 //! only what enters each recomputed layer, and the backward pass runs the layer again, with the
 //! gradient of its output, on a tape of its own. The numbers are the same, bit for bit.
 
-use burn::module::Module;
 use burn::tensor::Tensor;
 
 use super::optim::Optimizer;
@@ -51,18 +50,16 @@ pub struct Update {
 /// Runs the micro-batches and sums up.
 ///
 /// # Errors
-/// A batch that doesn't hold (see [`Inputs::new`]).
+/// A batch that doesn't hold (see [`Decoder::inputs`]).
 pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<GradSums> {
-    // Needed for recomputation only; a shallow copy.
-    let plain = options.recompute.map(|_| model.valid());
     let mut sums: Vec<Option<Tensor<1>>> = Vec::new();
     let mut losses = Vec::with_capacity(batches.len());
     // A micro-batch without targets adds exactly 0 to the loss, the gradients and the count.
     for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
-        let inputs = Inputs::new(batch, model.config(), &model.device(), Some(options.dropout_seed))?;
-        let (loss, grads) = match (options.recompute, &plain) {
-            (Some(every), Some(plain)) => recomputed(model, plain, &inputs, every.max(1)),
-            _ => on_one_tape(model, &inputs),
+        let inputs = model.inputs(batch, Some(options.dropout_seed))?;
+        let (loss, grads) = match options.recompute {
+            Some(every) => recomputed(model, &inputs, every.max(1)),
+            None => on_one_tape(model, &inputs),
         };
         losses.push(loss);
         add(&mut sums, grads);
@@ -81,6 +78,10 @@ pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOption
 
 fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
     let loss = model.loss_sum(inputs);
+    if !loss.is_tracked() {
+        // No run with tokens in this batch trains anything that they pass.
+        return (loss.inner(), vec![None; model.trainable().len()]);
+    }
     let mut grads = loss.backward();
     (loss.inner(), model.take_grads(&mut grads))
 }
@@ -90,49 +91,47 @@ enum Pass {
     /// What entered it; to be run again.
     Recompute(Tensor<2>),
     /// Its input and output on a tape that was kept.
-    Keep(Tensor<2>, Tensor<2>),
+    Keep(Box<(Tensor<2>, Tensor<2>)>),
 }
 
-/// `plain` is the same model without autodiff.
-fn recomputed(
-    model: &Decoder,
-    plain: &Decoder,
-    inputs: &Inputs,
-    every: usize,
-) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
+/// The forward pass runs with autodiff too and drops each recomputed layer's tape: without autodiff, a backend may
+/// take other kernels, with other rounding.
+fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
     let embedded = model.embed(inputs);
     // The gradient goes down to the lowest trained layer, or to the embedding.
     let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
     let mut hidden = embedded.clone().inner();
     let mut passes = Vec::with_capacity(model.num_layers());
     for i in 0..model.num_layers() {
-        if !lowest.trains(i) {
-            hidden = plain.layer(i, hidden, inputs);
-        } else if i.is_multiple_of(every) {
-            passes.push((i, Pass::Recompute(hidden.clone())));
-            hidden = plain.layer(i, hidden, inputs);
-        } else {
-            let x = leaf(hidden, lowest.is_below(i));
-            let y = model.layer(i, x.clone(), inputs);
-            hidden = y.clone().inner();
-            passes.push((i, Pass::Keep(x, y)));
+        let x = leaf(hidden.clone(), lowest.is_below(i));
+        let y = model.layer(i, x.clone(), inputs);
+        if lowest.trains(i) {
+            let recompute = i.is_multiple_of(every);
+            passes.push((i, if recompute { Pass::Recompute(hidden) } else { Pass::Keep(Box::new((x, y.clone()))) }));
         }
+        hidden = y.inner();
     }
 
     let x = leaf(hidden, lowest.is_below(model.num_layers()));
     let loss = model.head_loss(x.clone(), inputs);
+    if !loss.is_tracked() {
+        return (loss.inner(), vec![None; model.trainable().len()]);
+    }
     let mut tape = loss.backward();
     let mut grads = model.take_grads(&mut tape);
     let mut upstream = x.grad_remove(&mut tape);
     for (i, pass) in passes.into_iter().rev() {
         let (x, y) = match pass {
-            Pass::Keep(x, y) => (x, y),
+            Pass::Keep(pair) => *pair,
             Pass::Recompute(x) => {
                 let x = leaf(x, lowest.is_below(i));
                 let y = model.layer(i, x.clone(), inputs);
                 (x, y)
             }
         };
+        if !y.is_tracked() {
+            break;
+        }
         let mut tape = pull(y, upstream.take().expect("a layer above a trained one has a gradient"));
         add(&mut grads, model.take_grads(&mut tape));
         upstream = x.grad_remove(&mut tape);
@@ -178,8 +177,7 @@ fn lowest_trained(model: &Decoder) -> Lowest {
 }
 
 fn leaf(x: Tensor<2>, tracked: bool) -> Tensor<2> {
-    let x = x.autodiff();
-    if tracked { x.require_grad() } else { x }
+    if tracked { x.autodiff().require_grad() } else { x }
 }
 
 /// Backward from `y` given the gradient of the loss at it: the gradient of `Σ y·g` at y is g itself.
