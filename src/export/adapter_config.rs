@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config::{InitLoraWeights, TargetModules};
 use crate::error::{Error, Result};
-use crate::model::{LoraSpec, Modules, Resolved, read_json_object, resolve};
+use crate::model::{AdaptedModule, LoraSpec, Modules, Resolved, read_json_object, resolve};
 
 /// The version whose files these are.
 const PEFT_VERSION: &str = "0.21.2";
@@ -30,6 +30,25 @@ const OFF: [&str; 17] = [
     "qalora_config",
     "megatron_config",
     "loftq_config",
+];
+
+/// What PEFT offers, is not used here, and is written as null.
+const NULL: [&str; 15] = [
+    "alora_invocation_tokens",
+    "arrow_config",
+    "auto_mapping",
+    "corda_config",
+    "eva_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_ga_config",
+    "megatron_config",
+    "monteclora_config",
+    "revision",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
 ];
 
 /// An adapter's configuration.
@@ -82,102 +101,82 @@ impl AdapterConfig {
 
     /// The file's text: sorted keys, two spaces, no final newline, as Python writes it.
     pub(super) fn to_text(&self, modules: &Modules) -> String {
+        let mut map = self.own_keys(modules);
+        for key in ["ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"] {
+            map.insert(key.into(), json!(false));
+        }
+        for key in NULL {
+            map.insert(key.into(), Value::Null);
+        }
+        map.insert("bias".into(), json!("none"));
+        map.insert("inference_mode".into(), json!(true)); // whatever it was, PEFT writes true
+        map.insert("loftq_config".into(), json!({}));
+        map.insert("megatron_core".into(), json!("megatron.core"));
+        map.insert("peft_type".into(), json!("LORA"));
+        map.insert("peft_version".into(), json!(PEFT_VERSION));
+        map.insert("qalora_group_size".into(), json!(16));
+        map.insert("task_type".into(), json!("CAUSAL_LM"));
+        map.sort_keys();
+        serde_json::to_string_pretty(&map).expect("JSON values can be written")
+    }
+
+    /// The keys that tell this adapter from others.
+    fn own_keys(&self, modules: &Modules) -> Map<String, Value> {
         let spec = &self.spec;
-        let (ranks, alphas) = self.patterns(modules);
-        let object = |pairs: Vec<(String, Value)>| Value::Object(pairs.into_iter().collect());
+        let [ranks, alphas] = self.patterns(modules);
         let list = |names: &[String]| if names.is_empty() { Value::Null } else { json!(names) };
         let rule = |rule: &TargetModules| match rule {
             TargetModules::List(names) => json!(modules.condense(names.clone())),
             TargetModules::Regex(regex) => json!(regex),
             TargetModules::AllLinear => json!(modules.condense(modules.all_linear())),
         };
-        let mut all = json!({
-            "base_model_name_or_path": self.base_model_name_or_path,
-            "bias": "none",
-            "inference_mode": true,
-            "layers_to_transform": spec.layers_to_transform,
-            "loftq_config": {},
-            "lora_alpha": plain(spec.alpha),
-            "lora_dropout": spec.dropout,
-            "megatron_core": "megatron.core",
-            "modules_to_save": list(&spec.modules_to_save),
-            "peft_type": "LORA",
-            "peft_version": PEFT_VERSION,
-            "qalora_group_size": 16,
-            "r": spec.rank,
-            "target_modules": rule(&spec.target_modules),
-            "exclude_modules": spec.exclude_modules.as_ref().map(rule),
-            "task_type": "CAUSAL_LM",
-            "use_rslora": spec.use_rslora,
-        });
-        let map = all.as_object_mut().expect("an object was just made");
-        map.insert("rank_pattern".into(), object(ranks));
-        map.insert("alpha_pattern".into(), object(alphas));
-        map.insert(
-            "init_lora_weights".into(),
-            match spec.init {
-                InitLoraWeights::Default => json!(true),
-                InitLoraWeights::Gaussian => json!("gaussian"),
-            },
-        );
-        map.insert(
-            "layers_pattern".into(),
-            match spec.layers_pattern.as_slice() {
-                [one] => json!(one),
-                many => list(many),
-            },
-        );
-        for key in ["ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"] {
-            map.insert(key.into(), json!(false));
-        }
-        let null = [
-            "alora_invocation_tokens",
-            "arrow_config",
-            "auto_mapping",
-            "corda_config",
-            "eva_config",
-            "kasa_config",
-            "layer_replication",
-            "lora_ga_config",
-            "megatron_config",
-            "monteclora_config",
-            "revision",
-            "target_parameters",
-            "trainable_token_indices",
-            "use_bdlora",
-            "velora_config",
+        let init = match spec.init {
+            InitLoraWeights::Default => json!(true),
+            InitLoraWeights::Gaussian => json!("gaussian"),
+        };
+        let pattern = match spec.layers_pattern.as_slice() {
+            [one] => json!(one),
+            many => list(many),
+        };
+        let pairs = [
+            ("base_model_name_or_path", json!(self.base_model_name_or_path)),
+            ("r", json!(spec.rank)),
+            ("lora_alpha", plain(spec.alpha)),
+            ("lora_dropout", json!(spec.dropout)),
+            ("target_modules", rule(&spec.target_modules)),
+            ("exclude_modules", spec.exclude_modules.as_ref().map_or(Value::Null, rule)),
+            ("modules_to_save", list(&spec.modules_to_save)),
+            ("use_rslora", json!(spec.use_rslora)),
+            ("rank_pattern", Value::Object(ranks)),
+            ("alpha_pattern", Value::Object(alphas)),
+            ("layers_to_transform", json!(spec.layers_to_transform)),
+            ("layers_pattern", pattern),
+            ("init_lora_weights", init),
         ];
-        for key in null {
-            map.insert(key.into(), Value::Null);
-        }
-        map.sort_keys();
-        serde_json::to_string_pretty(&all).expect("JSON values can be written")
+        pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
     }
 
     /// Rank and alpha patterns in the order in which a file holds them: sorted. Where that order
     /// would change what a module gets, each module is named instead.
-    fn patterns(&self, modules: &Modules) -> (Vec<(String, Value)>, Vec<(String, Value)>) {
+    fn patterns(&self, modules: &Modules) -> [Map<String, Value>; 2] {
         let spec = &self.spec;
         let mut sorted = spec.clone();
         sorted.rank_pattern.sort_by(|a, b| a.0.cmp(&b.0));
         sorted.alpha_pattern.sort_by(|a, b| a.0.cmp(&b.0));
-        if let (Ok(want), Ok(got)) = (resolve(spec, modules), resolve(&sorted, modules)) {
-            if want.modules != got.modules {
-                sorted.rank_pattern = each(&want, |m| (m.rank != spec.rank).then_some(m.rank));
-                sorted.alpha_pattern = each(&want, |m| (m.alpha != spec.alpha).then_some(m.alpha));
-            }
+        if let (Ok(want), Ok(got)) = (resolve(spec, modules), resolve(&sorted, modules))
+            && want.modules != got.modules
+        {
+            sorted.rank_pattern = each(&want, |m| (m.rank != spec.rank).then_some(m.rank));
+            sorted.alpha_pattern = each(&want, |m| (m.alpha != spec.alpha).then_some(m.alpha));
         }
         let ranks = sorted.rank_pattern.into_iter().map(|(key, rank)| (key, json!(rank)));
         let alphas = sorted.alpha_pattern.into_iter().map(|(key, alpha)| (key, plain(alpha)));
-        (ranks.collect(), alphas.collect())
+        [ranks.collect(), alphas.collect()]
     }
 }
 
 /// One literal pattern per module that has a value of its own.
-fn each<T>(
-    resolved: &Resolved,
-    value: impl Fn(&crate::model::AdaptedModule) -> Option<T>,
-) -> Vec<(String, T)> {
+fn each<T>(resolved: &Resolved, value: impl Fn(&AdaptedModule) -> Option<T>) -> Vec<(String, T)> {
     let named = resolved.modules.iter().map(|m| (fancy_regex::escape(&m.name).into_owned(), value(m)));
     let mut all: Vec<(String, T)> = named.filter_map(|(name, value)| Some((name, value?))).collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));

@@ -14,7 +14,7 @@ use safetensors::Dtype;
 
 use super::adapter_config::AdapterConfig;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors};
-use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base};
+use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base, unfit};
 use super::{copy_companions, write_config, write_index};
 use crate::error::{Error, Result};
 use crate::model::{Checkpoint, Decoder, Entry, HfConfig, Modules, decode, resolve};
@@ -98,54 +98,59 @@ fn read_changes(
     dir: &Path,
     report: &mut MergeReport,
 ) -> Result<BTreeMap<String, Change>> {
-    // Names and shapes only: nothing is put on the device.
-    let mut parameters = Decoder::empty(config, DType::F32, &Device::default()).base_parameters();
-    let modules = Modules::from_parameters(parameters.iter().map(|(name, _)| name.as_str()));
-    if config.tie_word_embeddings {
-        parameters.push(("lm_head.weight".into(), vec![config.vocab_size, config.hidden_size]));
-    }
-    let shape_of: BTreeMap<&str, &[usize]> =
-        parameters.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect();
-    let resolved = resolve(&adapter.spec, &modules).map_err(|problems| {
-        let text: Vec<String> = problems.iter().map(|p| p.message.clone()).collect();
-        Error::adapter(dir.join("adapter_config.json"), text.join("; "), problems[0].hint.clone())
-    })?;
-    report.warnings.extend(resolved.warnings);
-    let file = Checkpoint::open_file(&dir.join(WEIGHTS), Error::adapter)?;
-    let names = |module: &str| ["A", "B"].map(|x| format!("base_model.model.{module}.lora_{x}.weight"));
+    let shape_of = shapes(config);
+    let modules = Modules::from_parameters(shape_of.keys().map(String::as_str));
+    let config_path = dir.join("adapter_config.json");
+    let resolved = resolve(&adapter.spec, &modules).map_err(|problems| unfit(&config_path, problems))?;
+    let of_saved = |name: &&String| {
+        name.rsplit_once('.').is_some_and(|(module, _)| resolved.saved.iter().any(|s| s == module))
+    };
+    let saved: Vec<&String> = shape_of.keys().filter(of_saved).collect();
+
     let mut wanted = Vec::new();
     for module in &resolved.modules {
-        let shape = shape_of[format!("{}.weight", module.name).as_str()];
-        let [a, b] = names(&module.name);
+        let shape = &shape_of[&format!("{}.weight", module.name)];
+        let [a, b] = low_rank_names(&module.name);
         wanted.extend([(a, vec![module.rank, shape[1]]), (b, vec![shape[0], module.rank])]);
     }
-    let of_saved =
-        |name: &str| name.rsplit_once('.').is_some_and(|(m, _)| resolved.saved.iter().any(|s| s == m));
-    let saved: Vec<_> = parameters.iter().filter(|(name, _)| of_saved(name)).collect();
-    wanted.extend(saved.iter().map(|(name, shape)| (format!("base_model.model.{name}"), shape.clone())));
+    wanted.extend(saved.iter().map(|name| (format!("base_model.model.{name}"), shape_of[*name].clone())));
+    let file = Checkpoint::open_file(&dir.join(WEIGHTS), Error::adapter)?;
     let found = file.entries.iter().map(|(name, entry)| (name.clone(), entry.shape.clone())).collect();
     let unused = check_tensors(&dir.join(WEIGHTS), &wanted, &found)?;
+    report.warnings.extend(resolved.warnings);
     report.warnings.extend(no_place_for(&unused));
 
     let values = |name: &str| file.values(name, &file.entries[name]);
     let mut changes = BTreeMap::new();
     for module in &resolved.modules {
-        let [a, b] = names(&module.name);
+        let [a, b] = low_rank_names(&module.name);
         let change = Change::Add { a: values(&a)?, b: values(&b)?, rank: module.rank, scale: module.scale };
         changes.insert(format!("{}.weight", module.name), change);
     }
-    for (name, _) in saved {
+    for name in saved {
         changes.insert(name.clone(), Change::Replace(values(&format!("base_model.model.{name}"))?));
     }
     check_base(base, &changes, &shape_of, config.tie_word_embeddings)?;
     Ok(changes)
 }
 
+/// Every parameter's shape, a tied head's included. Nothing is put on a device.
+fn shapes(config: &HfConfig) -> BTreeMap<String, Vec<usize>> {
+    let parameters = Decoder::empty(config, DType::F32, &Device::default()).base_parameters();
+    let mut shapes: BTreeMap<String, Vec<usize>> = parameters.into_iter().collect();
+    shapes.insert("lm_head.weight".into(), vec![config.vocab_size, config.hidden_size]);
+    shapes
+}
+
+fn low_rank_names(module: &str) -> [String; 2] {
+    ["A", "B"].map(|letter| format!("base_model.model.{module}.lora_{letter}.weight"))
+}
+
 /// Every weight that changes is in the base's files, in the shape that its config says.
 fn check_base(
     base: &Checkpoint,
     changes: &BTreeMap<String, Change>,
-    shape_of: &BTreeMap<&str, &[usize]>,
+    shape_of: &BTreeMap<String, Vec<usize>>,
     tied: bool,
 ) -> Result<()> {
     for name in changes.keys() {
@@ -153,10 +158,10 @@ fn check_base(
             None if tied && name == "lm_head.weight" => base.entries.get("model.embed_tokens.weight"),
             stored => stored,
         };
-        let want = shape_of[name.as_str()];
+        let want = &shape_of[name];
         let wrong = match stored {
             None => format!("`{name}` is missing"),
-            Some(entry) if entry.shape != want => {
+            Some(entry) if entry.shape != *want => {
                 format!("`{name}` has shape {:?}, `config.json` wants {want:?}", entry.shape)
             }
             Some(_) => continue,

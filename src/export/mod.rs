@@ -149,5 +149,5 @@ pub fn copy_companions(source: &Path, out: &Path) -> Result<()> {
     Ok(())
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests;

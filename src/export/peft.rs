@@ -14,7 +14,7 @@ use safetensors::Dtype;
 
 use super::AdapterConfig;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors, write_text};
-use crate::error::{Error, Result};
+use crate::error::{Error, Problem, Result};
 use crate::model::{Checkpoint, Decoder, Run, decode};
 
 /// What every tensor of an adapter is named after.
@@ -36,6 +36,8 @@ pub struct AdapterMeta {
 pub struct AdapterReport {
     /// Number of adapted layers.
     pub modules: usize,
+    /// The base that the adapter names.
+    pub base_model_name_or_path: Option<String>,
     /// What the user should know.
     pub warnings: Vec<String>,
 }
@@ -179,13 +181,7 @@ pub(super) fn check_tensors(
     for (name, want) in wanted {
         match found.get(name) {
             None => lines.push(format!("`{name}` is missing")),
-            Some(got) if got != want => {
-                let meaning = match name.contains(".lora_") {
-                    true => " (the rank by `adapter_config.json`, the width by the base model)",
-                    false => "",
-                };
-                lines.push(format!("`{name}` has shape {got:?}, wanted {want:?}{meaning}"));
-            }
+            Some(got) if got != want => lines.push(format!("`{name}` has shape {got:?}, wanted {want:?}")),
             Some(_) => {}
         }
     }
@@ -201,9 +197,11 @@ pub(super) fn check_tensors(
     }
     let hint = match unused.first() {
         Some(name) => format!("the file also holds `{name}`, which the model has no place for"),
-        None => "adapter and base model must belong together, and the adapter's two files too".into(),
+        None => "ranks are wanted as `adapter_config.json` has them, widths as the base model has them: all \
+                 three files must belong together"
+            .into(),
     };
-    let message = format!("the tensors do not fit:\n  {}", lines.join("\n  "));
+    let message = format!("the tensors do not fit the ranks and the base model:\n  {}", lines.join("\n  "));
     Err(Error::adapter(path, message, hint))
 }
 
@@ -254,11 +252,14 @@ impl ModuleStore for PeftStore {
             tensor
         });
         let tensors: Vec<PackTensor> = tensors.collect();
-        let filter = PathFilter::new().with_full_paths(places.into_iter().map(|(_, place, _)| place));
+        let places: Vec<String> = places.into_iter().map(|(_, place, _)| place).collect();
+        let filter = PathFilter::new().with_full_paths(places.iter().cloned());
         let mut result = module.apply(tensors, Some(filter), None, false);
         if let Some(error) = result.errors.first() {
             return Err(Error::adapter(&path, error.to_string(), ""));
         }
+        // Burn counts what the filter leaves out, the base and other runs, as missing.
+        result.missing.retain(|(path, _)| places.contains(path));
         result.unused = unused;
         Ok(result)
     }
@@ -302,7 +303,10 @@ pub fn save_adapter(decoder: &Decoder, run: usize, dir: &Path, meta: &AdapterMet
 pub fn load_adapter(decoder: &mut Decoder, run: usize, dir: &Path) -> Result<AdapterReport> {
     let config = AdapterConfig::load(dir)?;
     let path = dir.join("adapter_config.json");
-    let mut report = AdapterReport::default();
+    let mut report = AdapterReport {
+        base_model_name_or_path: config.base_model_name_or_path.clone(),
+        ..Default::default()
+    };
     let mut filled = decoder.clone();
     match decoder.runs().get(run) {
         Some(attached) => agree(attached, &config, decoder, &path)?,
@@ -322,6 +326,14 @@ pub fn load_adapter(decoder: &mut Decoder, run: usize, dir: &Path) -> Result<Ada
     report.modules = filled.runs()[run].modules.len();
     *decoder = filled;
     Ok(report)
+}
+
+/// What an adapter's config asks for and the model doesn't have.
+pub(super) fn unfit(path: &Path, problems: Vec<Problem>) -> Error {
+    let text: Vec<String> = problems.iter().map(|p| p.message.clone()).collect();
+    let mut hints: Vec<String> = problems.into_iter().map(|p| p.hint).filter(|h| !h.is_empty()).collect();
+    hints.dedup();
+    Error::adapter(path, text.join("; "), hints.join("; "))
 }
 
 /// An attached run takes only an adapter of the same ranks, scales and targets.

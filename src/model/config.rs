@@ -360,8 +360,8 @@ mod tests {
     fn a_sliding_window_is_refused_only_where_it_would_apply() {
         let window = ("sliding_window", Value::from(8));
         let on = ("use_sliding_window", Value::from(true));
-        assert!(parse(&[window.clone()]).is_ok());
-        assert!(parse(&[on.clone()]).is_ok());
+        assert!(parse(std::slice::from_ref(&window)).is_ok());
+        assert!(parse(std::slice::from_ref(&on)).is_ok());
         assert!(parse(&[window.clone(), on.clone(), ("max_window_layers", Value::from(2))]).is_ok());
         assert!(message(&[window, on]).contains("sliding_window"));
     }

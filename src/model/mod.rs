@@ -24,5 +24,5 @@ pub use trainable::{ParameterCounts, Trainable};
 pub use weights::LoadReport;
 pub(crate) use weights::{Checkpoint, Entry, decode};
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests;

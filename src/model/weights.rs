@@ -339,6 +339,9 @@ fn check_fit(
     }
     let message = format!("the weights do not fit `config.json`:\n  {}", shortened(&lines, "\n  "));
     let hint = match report.unused.first() {
+        None if lines.len() == 1 && lines[0].starts_with("`lm_head.weight` is missing") => {
+            "if this model's head is its embedding, set `tie_word_embeddings` to true".into()
+        }
         Some(name) => format!("the files also hold `{name}`, which the model has no place for"),
         None => "`config.json` and the weights must come from the same model".into(),
     };

@@ -7,8 +7,28 @@ use std::sync::Arc;
 
 use burn::tensor::{Int, Tensor};
 
+#[cfg(feature = "flex")]
+mod attention;
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "flex")]
+mod linear;
+#[cfg(feature = "flex")]
+mod linear_cross_entropy;
+#[cfg(feature = "flex")]
+mod lora_linear;
+#[cfg(feature = "flex")]
+mod optim;
 pub mod mapped;
 pub mod plain;
+#[cfg(feature = "flex")]
+mod rms_norm;
+#[cfg(feature = "flex")]
+mod rope;
+#[cfg(feature = "flex")]
+mod swiglu;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,6 +85,10 @@ pub struct Dropout {
 /// # Shapes
 /// - x: `[t, e]`, weight: `[e]` → `[t, e]`
 pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && flex::takes(&weight) {
+        return rms_norm::rms_norm(x, weight, eps);
+    }
     plain::rms_norm(x, weight, eps)
 }
 
@@ -74,6 +98,10 @@ pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, h, d]`, weight: `[d]` → `[t, h, d]`
 pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Rope) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && weight.as_ref().is_none_or(flex::takes) && flex::takes(&rope.cos) {
+        return rope::qk_norm_rope(x, weight, eps, rope);
+    }
     plain::qk_norm_rope(x, weight, eps, rope)
 }
 
@@ -82,6 +110,10 @@ pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Ro
 /// # Shapes
 /// - q: `[t, h, d]`, k, v: `[t, g, d]` with h a multiple of g → `[t, h, d]`
 pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents, scale: f32) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if [&q, &k, &v].into_iter().all(flex::takes) {
+        return attention::attention(q, k, v, documents, scale);
+    }
     plain::attention(q, k, v, documents, scale)
 }
 
@@ -90,6 +122,10 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
 /// # Shapes
 /// - gate, up: `[t, f]` → `[t, f]`
 pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&gate) && flex::takes(&up) {
+        return swiglu::swiglu(gate, up);
+    }
     plain::swiglu(gate, up)
 }
 
@@ -98,6 +134,10 @@ pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, in]`, weight: `[out, in]` → `[t, out]`
 pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && flex::takes(&weight) {
+        return linear::linear(x, weight);
+    }
     plain::linear(x, weight)
 }
 
@@ -113,6 +153,10 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
+    #[cfg(feature = "flex")]
+    if [&x, &weight, &a, &b].into_iter().all(flex::takes) {
+        return lora_linear::lora_linear(x, weight, a, b, parts);
+    }
     plain::lora_linear(x, weight, a, b, parts)
 }
 
@@ -135,11 +179,37 @@ pub fn linear_cross_entropy(
     rows: Tensor<1, Int>,
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&hidden) && flex::takes(&weight) {
+        return linear_cross_entropy::linear_cross_entropy(hidden, weight, rows, targets);
+    }
     plain::linear_cross_entropy(hidden, weight, rows, targets)
+}
+
+/// The loss of each of `rows`, as in [`linear_cross_entropy`], without a gradient.
+///
+/// # Shapes
+/// - hidden: `[t, e]`, weight: `[v, e]`, rows, targets: `[n]` → `[n]`
+pub fn token_losses(
+    hidden: Tensor<2>,
+    weight: Tensor<2>,
+    rows: Tensor<1, Int>,
+    targets: Tensor<1, Int>,
+) -> Tensor<1> {
+    let (hidden, weight) = (hidden.inner(), weight.inner());
+    #[cfg(feature = "flex")]
+    if flex::takes(&hidden) && flex::takes(&weight) {
+        return linear_cross_entropy::token_losses(hidden, weight, rows, targets);
+    }
+    plain::token_losses(hidden, weight, rows.inner(), targets.inner())
 }
 
 /// Σ x², in an order that doesn't depend on thread timing.
 pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
+    #[cfg(feature = "flex")]
+    if flex::takes(&x) && !x.is_autodiff() {
+        return optim::sum_squares(x);
+    }
     plain::sum_squares(x)
 }
 
@@ -148,6 +218,10 @@ pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
 /// # Shapes
 /// - param, m, v, grad: `[n]`
 pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step: &AdamW) -> [Tensor<1>; 3] {
+    #[cfg(feature = "flex")]
+    if [&param, &m, &v, &grad].into_iter().all(|x| flex::takes(x) && !x.is_autodiff()) {
+        return optim::adamw(param, m, v, grad, step);
+    }
     plain::adamw(param, m, v, grad, step)
 }
 

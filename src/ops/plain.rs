@@ -36,7 +36,12 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
     let outputs = documents.ranges().map(|(start, end)| {
         let l = end - start;
         let heads = |x: Tensor<3>| x.narrow(0, start, l).swap_dims(0, 1).cast(DType::F32);
-        let shared = |x: Tensor<3>| heads(x).unsqueeze_dim::<4>(1).repeat_dim(1, h / g).reshape([h, l, d]);
+        let shared = |x: Tensor<3>| match h / g {
+            // Not `repeat_dim(1, 1)`: its gradient sums over a dimension of size 1, which burn-cubecl
+            // 0.22.1 gets wrong for a transposed tensor.
+            1 => heads(x),
+            n => heads(x).unsqueeze_dim::<4>(1).repeat_dim(1, n).reshape([h, l, d]),
+        };
         let scores = heads(q.clone()).matmul(shared(k.clone()).swap_dims(1, 2)).mul_scalar(scale);
         let future = Tensor::<2>::ones([l, l], &scores.device())
             .triu(1)
@@ -68,24 +73,23 @@ pub fn lora_linear(
     parts: &[LoraPart],
 ) -> Tensor<2> {
     let base = linear(x.clone(), weight);
+    let out = b.dims()[0];
     let (mut token, mut row) = (0, 0);
-    let deltas = parts.iter().map(|part| {
-        let x = x.clone().narrow(0, token, part.tokens);
-        let out = b.dims()[0];
-        let delta = if part.rank == 0 {
-            Tensor::zeros([part.tokens, out], (&x.device(), x.dtype()))
-        } else {
-            let x = dropout(x.cast(DType::F32), part.dropout.as_ref());
+    let mut deltas = Vec::new();
+    for part in parts.iter() {
+        if part.rank == 0 && part.tokens > 0 {
+            deltas.push(Tensor::zeros([part.tokens, out], (&x.device(), base.dtype())));
+        } else if part.tokens > 0 {
+            let x = x.clone().narrow(0, token, part.tokens).cast(DType::F32);
             let a = a.clone().narrow(0, row, part.rank);
             let b = b.clone().narrow(1, row, part.rank);
-            linear(linear(x, a).mul_scalar(part.scale), b).cast(base.dtype())
-        };
+            let h = linear(dropout(x, part.dropout.as_ref()), a).mul_scalar(part.scale);
+            deltas.push(linear(h, b).cast(base.dtype()));
+        }
         token += part.tokens;
         row += part.rank;
-        delta
-    });
-    let deltas = Tensor::cat(deltas.collect(), 0);
-    base + deltas
+    }
+    base + Tensor::cat(deltas, 0)
 }
 
 /// Zeroes elements of `x` and scales the rest by 1/(1 − p).
@@ -112,11 +116,21 @@ pub fn linear_cross_entropy(
     rows: Tensor<1, Int>,
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
+    token_losses(hidden, weight, rows, targets).sum()
+}
+
+/// See [`super::token_losses`].
+pub fn token_losses(
+    hidden: Tensor<2>,
+    weight: Tensor<2>,
+    rows: Tensor<1, Int>,
+    targets: Tensor<1, Int>,
+) -> Tensor<1> {
     let logits = linear(hidden.select(0, rows), weight).cast(DType::F32);
     let picked = logits.clone().gather(1, targets.unsqueeze_dim(1));
     let max = logits.clone().detach().max_dim(1);
     let logsumexp = (logits - max.clone()).exp().sum_dim(1).log() + max;
-    (logsumexp - picked).sum()
+    (logsumexp - picked).squeeze_dim(1)
 }
 
 /// See [`super::sum_squares`].
