@@ -1,0 +1,380 @@
+//! A run's folder and the checkpoints in it.
+//!
+//! ```text
+//! output_dir/
+//!   configs/sft.toml             the resolved configuration
+//!   metrics.jsonl                a row a step
+//!   logs/trainer.log
+//!   checkpoints/step_N/          after N steps:
+//!     trainable.safetensors        the trainable parameters (of a LoRA run: megabytes)
+//!     optimizer.safetensors        the optimizer's state, `PARAMETER.exp_avg` and so on
+//!     state.json                   progress, data position, what the run depends on
+//!     sft.toml                     the configuration at that time
+//!     STABLE                       size and xxh3 of each file, written last
+//!   weights/step_N/              what others load: a Hugging Face folder, or
+//!     lora_adapters/               a PEFT adapter; with a STABLE too
+//! ```
+//!
+//! The frozen base is never saved: it is where it was. There is no generator to save either: dropout
+//! and shuffling count from the seed, and the counters are part of the data position.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::tensor::Device;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{CkptConfig, SftConfig};
+use crate::data::LoaderState;
+use crate::{Error, Result};
+
+pub mod folder;
+pub mod tensors;
+
+pub use tensors::Named;
+
+/// The folders of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunFolder {
+    /// `output_dir`.
+    pub root: PathBuf,
+    /// `checkpoints/`, under `ckpt.output_dir` if that is set.
+    pub checkpoints: PathBuf,
+    /// `weights/`, beside `checkpoints/`.
+    pub weights: PathBuf,
+}
+
+/// Counters of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Progress {
+    /// Finished steps.
+    pub step: usize,
+    /// Tokens through the model, padding included.
+    pub tokens: usize,
+    /// Trained tokens.
+    pub trained_tokens: usize,
+    /// Packed rows.
+    pub rows: usize,
+}
+
+/// `state.json`: all of a checkpoint that isn't a tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of this file.
+    pub format: u32,
+    /// Version of the program that wrote it.
+    pub embertune: String,
+    /// How far the run is.
+    pub progress: Progress,
+    /// Steps of the schedule that are done; not `progress.step` after `ckpt.skip_scheduler`.
+    pub schedule_step: usize,
+    /// Updates the optimizer has made; skipped steps are none.
+    pub optimizer_updates: usize,
+    /// Position in the data.
+    pub loader: LoaderState,
+    /// Keys that must be the same when the run goes on, with their values.
+    pub identity: BTreeMap<String, String>,
+    /// Keys that may change, with their values; a change is reported.
+    pub settings: BTreeMap<String, String>,
+}
+
+/// A checkpoint read back.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// All that isn't a tensor.
+    pub state: State,
+    /// The trainable parameters by name.
+    pub trainable: BTreeMap<String, Named>,
+    /// The optimizer's state by name; empty with `ckpt.skip_optimizer`.
+    pub optimizer: BTreeMap<String, Named>,
+}
+
+/// What a run begins with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Start {
+    /// From the model's own weights.
+    Fresh,
+    /// From this checkpoint.
+    Resume {
+        /// Its step.
+        step: usize,
+        /// Its folder.
+        path: PathBuf,
+    },
+}
+
+impl State {
+    /// Version of `state.json` that is written.
+    pub const FORMAT: u32 = 1;
+}
+
+impl RunFolder {
+    /// The folders that a configuration names; creates none.
+    pub fn new(config: &SftConfig) -> Self {
+        let root = config.output_dir.clone();
+        let saves = config.ckpt.as_ref().and_then(|c| c.output_dir.clone()).unwrap_or(root.clone());
+        Self { checkpoints: saves.join("checkpoints"), weights: saves.join("weights"), root }
+    }
+
+    /// The row-a-step file.
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics.jsonl")
+    }
+
+    /// The log file.
+    pub fn log(&self) -> PathBuf {
+        self.root.join("logs").join("trainer.log")
+    }
+
+    /// Decides where the run begins; changes nothing.
+    ///
+    /// # Errors
+    /// Checkpoints or weights of another run in a fresh run's way, or no such checkpoint.
+    pub fn start(&self, config: &SftConfig) -> Result<Start> {
+        if config.clean_output_dir {
+            return Ok(Start::Fresh);
+        }
+        match config.ckpt.as_ref().and_then(|c| c.resume_step) {
+            Some(wanted) => self.find(wanted),
+            None => self.refuse_to_mix().map(|()| Start::Fresh),
+        }
+    }
+
+    /// Makes the folder ready for a run that begins at `start`, whose checkpoint is read already: what is
+    /// in the way is renamed, or (with `clean_output_dir`) deleted; `note` hears of it.
+    pub fn make_ready(&self, config: &SftConfig, start: &Start, note: &mut dyn FnMut(String)) -> Result<()> {
+        if config.clean_output_dir {
+            self.clean(note)?;
+        }
+        for parent in [&self.checkpoints, &self.weights] {
+            let removed = folder::remove_partial(parent)?;
+            if removed > 0 {
+                note(format!("removed {removed} unfinished save in `{}`", parent.display()));
+            }
+        }
+        match start {
+            Start::Resume { step, .. } => {
+                let skip = config.ckpt.as_ref().is_some_and(|c| c.skip_progress);
+                if skip && self.metrics().exists() {
+                    folder::set_aside(&self.metrics())?;
+                }
+                self.set_later_aside(if skip { 0 } else { *step }, note)
+            }
+            Start::Fresh => {
+                if self.metrics().exists() {
+                    folder::set_aside(&self.metrics())?;
+                }
+                // Only with `resume_step = -1` and no checkpoint: weights that were saved before a kill.
+                self.set_later_aside(0, note)
+            }
+        }
+    }
+
+    /// Deletes what a run of ours writes, nothing else.
+    fn clean(&self, note: &mut dyn FnMut(String)) -> Result<()> {
+        if std::env::var_os("NEVER_CLEAN_OUTPUT_DIR").is_some() {
+            return Err(Error::checkpoint(
+                &self.root,
+                "`clean_output_dir` is set, but the environment has NEVER_CLEAN_OUTPUT_DIR",
+                "unset one of the two",
+            ));
+        }
+        for path in [&self.checkpoints, &self.weights, &self.root.join("configs"), &self.root.join("logs")] {
+            if path.exists() {
+                note(format!("`clean_output_dir`: deleting `{}`", path.display()));
+                folder::remove(path)?;
+            }
+        }
+        match fs::remove_file(self.metrics()) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(self.metrics(), "delete", e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The checkpoint of `wanted`, or the newest for -1 (the beginning if there is none).
+    fn find(&self, wanted: i64) -> Result<Start> {
+        let steps = folder::steps(&self.checkpoints)?;
+        let Ok(wanted) = usize::try_from(wanted) else {
+            return Ok(steps.last().map_or(Start::Fresh, |&step| self.resume(step)));
+        };
+        if steps.contains(&wanted) {
+            return Ok(self.resume(wanted));
+        }
+        let have = match steps.len() {
+            0 => "there is none".to_string(),
+            _ => format!("there are {steps:?}"),
+        };
+        Err(Error::checkpoint(
+            self.checkpoints.join(format!("step_{wanted}")),
+            format!("`ckpt.resume_step = {wanted}`: no such checkpoint; {have}"),
+            "set `ckpt.resume_step = -1` for the newest",
+        ))
+    }
+
+    fn resume(&self, step: usize) -> Start {
+        Start::Resume { step, path: self.checkpoints.join(format!("step_{step}")) }
+    }
+
+    /// A fresh run doesn't write among the checkpoints of another.
+    fn refuse_to_mix(&self) -> Result<()> {
+        for parent in [&self.checkpoints, &self.weights] {
+            if let Some(step) = folder::steps(parent)?.last() {
+                return Err(Error::checkpoint(
+                    parent.join(format!("step_{step}")),
+                    "another run has saved here, and nothing is overwritten",
+                    "resume it (`--ckpt.resume-step -1`), delete it (`--clean-output-dir`), \
+                     or set another `output_dir`",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Going on from an earlier step leaves a branch behind: its folders are renamed.
+    fn set_later_aside(&self, step: usize, note: &mut dyn FnMut(String)) -> Result<()> {
+        for parent in [&self.checkpoints, &self.weights] {
+            for later in folder::steps(parent)?.into_iter().filter(|&s| s > step) {
+                let path = parent.join(format!("step_{later}"));
+                let aside = folder::set_aside(&path)?;
+                note(format!("`{}` is of a branch left behind, now `{}`", path.display(), aside.display()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `configs/sft.toml`; a different one that is there is renamed.
+    pub fn write_config(&self, text: &str) -> Result<PathBuf> {
+        let path = self.root.join("configs").join("sft.toml");
+        if fs::read_to_string(&path).is_ok_and(|old| old == text) {
+            return Ok(path);
+        }
+        if path.exists() {
+            folder::set_aside(&path)?;
+        }
+        let parent = self.root.join("configs");
+        fs::create_dir_all(&parent).map_err(|e| Error::io(&parent, "create", e))?;
+        fs::write(&path, text).map_err(|e| Error::io(&path, "write", e))?;
+        Ok(path)
+    }
+
+    /// Writes a checkpoint and deletes those that retention no longer wants.
+    pub fn save(
+        &self,
+        ckpt: &CkptConfig,
+        config: &str,
+        state: &State,
+        trainable: &[Named],
+        optimizer: &[Named],
+    ) -> Result<PathBuf> {
+        let path = folder::write(&self.checkpoints, state.progress.step, |folder| {
+            tensors::save(&folder.join("trainable.safetensors"), trainable)?;
+            tensors::save(&folder.join("optimizer.safetensors"), optimizer)?;
+            let text = serde_json::to_string_pretty(state).expect("the state is plain data");
+            write_file(&folder.join("state.json"), &text)?;
+            write_file(&folder.join("sft.toml"), config)
+        })?;
+        folder::prune(&self.checkpoints, ckpt.keep_last, ckpt.keep_interval)?;
+        Ok(path)
+    }
+
+    /// Reads a checkpoint after comparing all its files with `STABLE`.
+    ///
+    /// # Errors
+    /// A file that is missing, truncated or changed, with an older intact checkpoint as hint.
+    pub fn load(&self, path: &Path, skip_optimizer: bool, device: &Device) -> Result<Checkpoint> {
+        folder::verify(path).map_err(|e| self.with_older(path, e))?;
+        let file = path.join("state.json");
+        let text = fs::read_to_string(&file).map_err(|e| Error::io(&file, "read", e))?;
+        let format = serde_json::from_str(&text)
+            .ok()
+            .and_then(|value: serde_json::Value| value["format"].as_u64())
+            .unwrap_or(0);
+        if format != u64::from(State::FORMAT) {
+            let message = format!("`format` is {format}, this version reads {}", State::FORMAT);
+            return Err(Error::checkpoint(&file, message, "resume with the version that wrote it"));
+        }
+        let state = serde_json::from_str(&text)
+            .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))?;
+        let trainable = tensors::load(&path.join("trainable.safetensors"), device)?;
+        let optimizer = if skip_optimizer {
+            BTreeMap::new()
+        } else {
+            tensors::load(&path.join("optimizer.safetensors"), device)?
+        };
+        Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
+    }
+
+    /// Names the newest intact checkpoint other than `path` in the hint.
+    fn with_older(&self, path: &Path, error: Error) -> Error {
+        let Error::Checkpoint { path: file, message, .. } = error else { return error };
+        let steps = folder::steps(&self.checkpoints).unwrap_or_default();
+        let intact = steps.iter().rev().find(|step| {
+            let other = self.checkpoints.join(format!("step_{step}"));
+            other != path && folder::verify(&other).is_ok()
+        });
+        let hint = match intact {
+            Some(step) => format!("step {step} is intact: `--ckpt.resume-step {step}`"),
+            None => "no other checkpoint is intact: start again with `--clean-output-dir`".to_string(),
+        };
+        Error::Checkpoint { path: file, message, hint }
+    }
+}
+
+impl Checkpoint {
+    /// Compares what the checkpoint was made with and what the run has now.
+    ///
+    /// # Errors
+    /// All keys that differ, with both values.
+    pub fn check_identity(&self, now: &BTreeMap<String, String>) -> Result<()> {
+        let changes = changes(&self.state.identity, now);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        Err(Error::checkpoint(
+            &self.path,
+            format!("the run is another one: {}", changes.join("; ")),
+            "set these keys as they were, or start a new run in another `output_dir`",
+        ))
+    }
+
+    /// Takes the tensors that `wanted` (name, shape) lists, in that order.
+    ///
+    /// # Errors
+    /// The first tensor that is missing, mis-shaped or unknown.
+    pub fn take_trainable(&mut self, wanted: &[(&str, &[usize])]) -> Result<Vec<Named>> {
+        let path = self.path.join("trainable.safetensors");
+        let bad = |message| Err(Error::checkpoint(&path, message, "resume with the keys of the old run"));
+        let mut taken = Vec::with_capacity(wanted.len());
+        for (name, shape) in wanted {
+            match self.trainable.remove(*name) {
+                None => return bad(format!("tensor `{name}` is missing")),
+                Some(t) if t.shape != *shape => {
+                    return bad(format!("tensor `{name}` has shape {:?}, wanted {shape:?}", t.shape));
+                }
+                Some(tensor) => taken.push(tensor),
+            }
+        }
+        match self.trainable.keys().next() {
+            Some(name) => bad(format!("tensor `{name}` is not trainable in this run")),
+            None => Ok(taken),
+        }
+    }
+}
+
+/// `key: the checkpoint has a, the run b` for each key whose value differs.
+pub fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let keys: std::collections::BTreeSet<_> = before.keys().chain(now.keys()).collect();
+    let value = |map: &BTreeMap<String, String>, key| map.get(key).cloned().unwrap_or("nothing".into());
+    keys.into_iter()
+        .map(|key| (key, value(before, key), value(now, key)))
+        .filter(|(_, before, now)| before != now)
+        .map(|(key, before, now)| format!("`{key}`: the checkpoint has {before}, the run {now}"))
+        .collect()
+}
+
+fn write_file(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(|e| Error::io(path, "write", e))
+}

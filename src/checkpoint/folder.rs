@@ -1,0 +1,287 @@
+//! Folders `step_N` that appear whole or not at all, and know what they hold.
+//!
+//! A folder is filled under a sibling name that starts with a dot, every file is synced, `STABLE` (size and
+//! xxh3 of each file) is written last, and the folder is renamed. So a kill at any moment leaves
+//! either no `step_N` or a whole one; a change afterwards is seen against `STABLE`.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{Error, Result};
+
+/// The file that is written last and lists the others.
+pub const STABLE: &str = "STABLE";
+
+/// What `STABLE` holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stable {
+    files: BTreeMap<String, Seal>,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Seal {
+    size: u64,
+    xxh3: String,
+}
+
+/// Writes `parent/step_N`: `fill` gets a temporary folder that is synced and renamed afterwards.
+///
+/// # Errors
+/// If the folder is there already (nothing is overwritten), or from `fill` and the file system.
+pub fn write(parent: &Path, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let target = parent.join(format!("step_{step}"));
+    if target.exists() {
+        return Err(Error::checkpoint(
+            &target,
+            "the folder exists already, and nothing is overwritten",
+            "choose another `output_dir`, or move the folder away",
+        ));
+    }
+    let temporary = parent.join(format!(".step_{step}.partial-{}", std::process::id()));
+    if temporary.exists() {
+        remove(&temporary)?;
+    }
+    fs::create_dir_all(&temporary).map_err(|e| Error::io(&temporary, "create", e))?;
+    fill(&temporary)?;
+    let mut files = BTreeMap::new();
+    for name in list(&temporary)? {
+        let path = temporary.join(&name);
+        sync(&path)?;
+        files.insert(name, seal(&path)?);
+    }
+    let text = serde_json::to_string_pretty(&Stable { files }).expect("names and numbers are JSON");
+    let stable = temporary.join(STABLE);
+    fs::write(&stable, text).map_err(|e| Error::io(&stable, "write", e))?;
+    sync(&stable)?;
+    sync(&temporary)?;
+    fs::rename(&temporary, &target).map_err(|e| Error::io(&target, "rename", e))?;
+    sync(parent)?;
+    Ok(target)
+}
+
+/// Compares a folder with its `STABLE`.
+///
+/// # Errors
+/// The first file that is missing, truncated or changed, with what was found and what is wanted.
+pub fn verify(folder: &Path) -> Result<()> {
+    let stable = read_stable(folder)?;
+    for (name, wanted) in &stable.files {
+        let path = folder.join(name);
+        let size = match fs::metadata(&path) {
+            Ok(data) => data.len(),
+            Err(_) => return Err(broken(&path, format!("missing, though `{STABLE}` lists it"))),
+        };
+        if size != wanted.size {
+            let word = if size < wanted.size { "truncated" } else { "changed" };
+            let wanted = wanted.size;
+            return Err(broken(&path, format!("{word}: the size is {size} bytes, wanted {wanted}")));
+        }
+        let found = seal(&path)?.xxh3;
+        if found != wanted.xxh3 {
+            return Err(broken(&path, format!("corrupt: xxh3 is {found}, wanted {}", wanted.xxh3)));
+        }
+    }
+    Ok(())
+}
+
+fn broken(path: &Path, message: String) -> Error {
+    Error::checkpoint(path, message, "")
+}
+
+fn read_stable(folder: &Path) -> Result<Stable> {
+    let path = folder.join(STABLE);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(_) => return Err(broken(&path, "missing: the folder is incomplete".into())),
+    };
+    serde_json::from_str(&text).map_err(|e| broken(&path, format!("corrupt: {e}")))
+}
+
+/// The steps that have a folder with `STABLE`, ascending; partial folders don't count.
+pub fn steps(parent: &Path) -> Result<Vec<usize>> {
+    let mut steps = Vec::new();
+    for (name, path) in entries(parent)? {
+        let step = name.strip_prefix("step_").and_then(|n| n.parse().ok());
+        if let Some(step) = step
+            && path.join(STABLE).exists()
+        {
+            steps.push(step);
+        }
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// Deletes what an interrupted save or deletion left behind; returns how many folders.
+pub fn remove_partial(parent: &Path) -> Result<usize> {
+    let mut removed = 0;
+    for (name, path) in entries(parent)? {
+        if name.starts_with(".step_") && path.is_dir() {
+            remove(&path)?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
+
+/// Deletes all folders but the last `keep_last` and those whose step `keep_interval` divides;
+/// with neither, nothing. The newest always stays.
+pub fn prune(parent: &Path, keep_last: Option<usize>, keep_interval: Option<usize>) -> Result<Vec<usize>> {
+    if keep_last.is_none() && keep_interval.is_none() {
+        return Ok(Vec::new());
+    }
+    let steps = steps(parent)?;
+    let last = keep_last.unwrap_or(1).max(1);
+    let old = steps.iter().take(steps.len().saturating_sub(last)).copied();
+    let doomed: Vec<usize> =
+        old.filter(|step| !keep_interval.is_some_and(|n| n > 0 && step % n == 0)).collect();
+    for step in &doomed {
+        let path = parent.join(format!("step_{step}"));
+        // Renamed first: a kill in between must not leave half a `step_N`.
+        let hidden = parent.join(format!(".step_{step}.removed-{}", std::process::id()));
+        fs::rename(&path, &hidden).map_err(|e| Error::io(&path, "rename", e))?;
+        remove(&hidden)?;
+    }
+    Ok(doomed)
+}
+
+/// Renames a file or folder to the first free `NAME.old-K`, so that its name can be used again.
+pub fn set_aside(path: &Path) -> Result<PathBuf> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let free = (1..).map(|k| path.with_file_name(format!("{name}.old-{k}"))).find(|p| !p.exists());
+    let free = free.expect("some number is free");
+    fs::rename(path, &free).map_err(|e| Error::io(path, "rename", e))?;
+    Ok(free)
+}
+
+/// Deletes a folder with all it holds.
+pub fn remove(folder: &Path) -> Result<()> {
+    fs::remove_dir_all(folder).map_err(|e| Error::io(folder, "delete", e))
+}
+
+/// Flushes a file or folder to the disk.
+pub fn sync(path: &Path) -> Result<()> {
+    let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
+    file.sync_all().map_err(|e| Error::io(path, "sync", e))
+}
+
+fn entries(parent: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let entries = match fs::read_dir(parent) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(parent, "list", e)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::io(parent, "list", e))?;
+        found.push((entry.file_name().to_string_lossy().into_owned(), entry.path()));
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// All files below `folder`, as `a/b` with forward slashes, sorted.
+fn list(folder: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for (name, path) in entries(folder)? {
+        if path.is_dir() {
+            files.extend(list(&path)?.into_iter().map(|inner| format!("{name}/{inner}")));
+            sync(&path)?;
+        } else {
+            files.push(name);
+        }
+    }
+    Ok(files)
+}
+
+fn seal(path: &Path) -> Result<Seal> {
+    let mut file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
+    let (mut hash, mut size) = (Xxh3::new(), 0);
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let n = file.read(&mut buffer).map_err(|e| Error::io(path, "read", e))?;
+        if n == 0 {
+            return Ok(Seal { size, xxh3: format!("{:016x}", hash.digest()) });
+        }
+        hash.update(&buffer[..n]);
+        size += n as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn save(parent: &Path, step: usize) -> PathBuf {
+        write(parent, step, |folder| {
+            fs::create_dir(folder.join("inner")).unwrap();
+            fs::write(folder.join("a.txt"), format!("step {step}")).unwrap();
+            fs::write(folder.join("inner/b.txt"), "b").unwrap();
+            Ok(())
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn a_whole_folder_verifies_and_changes_are_named() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = save(parent.path(), 3);
+        verify(&folder).unwrap();
+        let cases: [(&str, &str); 3] = [("step", "truncated"), ("step 4", "corrupt"), ("step 33", "changed")];
+        for (text, word) in cases {
+            fs::write(folder.join("a.txt"), text).unwrap();
+            let message = verify(&folder).unwrap_err().to_string();
+            assert!(message.contains("a.txt") && message.contains(word), "{message}");
+        }
+        fs::write(folder.join("a.txt"), "step 3").unwrap();
+        verify(&folder).unwrap();
+        fs::remove_file(folder.join("inner/b.txt")).unwrap();
+        let message = verify(&folder).unwrap_err().to_string();
+        assert!(message.contains("b.txt") && message.contains("missing"), "{message}");
+    }
+
+    #[test]
+    fn a_save_that_stops_half_way_is_no_step() {
+        let parent = tempfile::tempdir().unwrap();
+        save(parent.path(), 1);
+        let stopped = write(parent.path(), 2, |folder| {
+            fs::write(folder.join("a.txt"), "half").unwrap();
+            Err(Error::train("power cut", ""))
+        });
+        assert!(stopped.is_err());
+        fs::create_dir(parent.path().join("step_9")).unwrap();
+        assert_eq!(steps(parent.path()).unwrap(), [1]);
+        assert_eq!(remove_partial(parent.path()).unwrap(), 1);
+        save(parent.path(), 2);
+        assert_eq!(steps(parent.path()).unwrap(), [1, 2]);
+    }
+
+    #[test]
+    fn nothing_is_overwritten() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = save(parent.path(), 1);
+        assert!(write(parent.path(), 1, |_| Ok(())).is_err());
+        let aside = set_aside(&folder).unwrap();
+        assert!(aside.ends_with("step_1.old-1"));
+        assert!(steps(parent.path()).unwrap().is_empty());
+        assert!(set_aside(&save(parent.path(), 1)).unwrap().ends_with("step_1.old-2"));
+    }
+
+    #[test]
+    fn keep_last_and_keep_interval_join() {
+        let parent = tempfile::tempdir().unwrap();
+        for step in [2, 4, 6, 8, 10] {
+            save(parent.path(), step);
+        }
+        assert!(prune(parent.path(), None, None).unwrap().is_empty());
+        assert_eq!(prune(parent.path(), Some(2), Some(4)).unwrap(), [2, 6]);
+        assert_eq!(steps(parent.path()).unwrap(), [4, 8, 10]);
+        assert_eq!(prune(parent.path(), None, Some(8)).unwrap(), [4]);
+        assert_eq!(steps(parent.path()).unwrap(), [8, 10]);
+    }
+}

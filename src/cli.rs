@@ -1,0 +1,259 @@
+//! The command line: each subcommand loads its configuration and calls the library.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Parser, Subcommand};
+use tracing::Level;
+
+use crate::checkpoint::RunFolder;
+use crate::config::{self, Difference, SftConfig};
+use crate::report::log::{self, LogFile};
+use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
+use crate::{Error, Result, SftLearner, StopFlag, Summary, export};
+
+/// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
+#[derive(Debug, Parser)]
+#[command(name = "embertune", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Fine-tune: `sft @ run.toml @ more.toml --optim.lr 1e-4`; without arguments, a tiny model on embedded
+    /// data. `sft --help` lists every key.
+    #[command(disable_help_flag = true)]
+    Sft {
+        /// `@ FILE` and `--section.key VALUE`, as often as needed; later ones win.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Write the Hugging Face model that base and adapter make together.
+    Merge {
+        /// Folder of the base model.
+        #[arg(long, value_name = "DIR")]
+        base: PathBuf,
+        /// Folder of the PEFT adapter.
+        #[arg(long, value_name = "DIR")]
+        adapter: PathBuf,
+        /// Folder to write, which must not exist.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+}
+
+/// Parses the process's arguments and runs the subcommand. A usage error ends the process here, with code 2.
+///
+/// # Errors
+/// Whatever the subcommand meets.
+pub fn run() -> Result<()> {
+    match Cli::parse().command {
+        Command::Sft { args } if args.iter().any(|a| a == "--help" || a == "-h") => {
+            print(&format!("{SFT_USAGE}\n{}", config::reference()))
+        }
+        Command::Sft { args } => sft(&args),
+        Command::Merge { base, adapter, out } => merge(&base, &adapter, &out),
+    }
+}
+
+const SFT_USAGE: &str = "\
+Usage: embertune sft [@ FILE]... [--SECTION.KEY VALUE]...
+
+Files merge from left to right, flags win over files. `--SECTION` alone switches a section on, the value \
+`None` switches it off, `--KEY` and `--no-KEY` set a boolean.
+";
+
+/// Prints an error with its causes and its hint.
+pub fn print_error(error: &Error) {
+    let mut text = format!("error: {error}");
+    let mut cause = std::error::Error::source(error);
+    while let Some(inner) = cause {
+        text += &format!("\n  caused by: {inner}");
+        cause = inner.source();
+    }
+    if let Some(hint) = error.hint() {
+        text += &format!("\nhint: {hint}");
+    }
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+fn print(text: &str) -> Result<()> {
+    writeln!(io::stdout(), "{}", text.trim_end()).map_err(|e| Error::io("standard output", "write", e))
+}
+
+fn sft(args: &[String]) -> Result<()> {
+    let config::Loaded { config, differences } = config::load(args)?;
+    let level: Level = config.log.level.parse().unwrap_or(Level::INFO);
+    let format = if config.log.json_logging { LineFormat::Json } else { LineFormat::Text };
+    let file = LogFile::new(&RunFolder::new(&config).log());
+    let file = config.log.file.then_some(file);
+    log::init(level, format, file.clone());
+
+    let terminal = Plain::new(io::stderr(), format).from_level(level);
+    let mut report = Both(terminal, ToFile::new(file, format, level));
+    for line in describe(&differences) {
+        report.event(&Event::Note(line));
+    }
+    let stop = stop_on_ctrl_c()?;
+    let summary = SftLearner::new(config.clone())?.fit_with(&mut report, &stop)?;
+    print(&next_steps(&config, args, &summary))
+}
+
+/// `key = value (default)` for each key that isn't at its default.
+fn describe(differences: &[Difference]) -> Vec<String> {
+    if differences.is_empty() {
+        return vec!["Configuration: the defaults".into()];
+    }
+    let lines = differences.iter().map(|d| format!("  {} = {} (default {})", d.key, d.value, d.default));
+    std::iter::once("Configuration, where it differs from the defaults:".to_string()).chain(lines).collect()
+}
+
+/// The first Ctrl-C finishes the step at hand and saves; the second ends the process at once.
+fn stop_on_ctrl_c() -> Result<StopFlag> {
+    let stop = StopFlag::default();
+    let flag = stop.clone();
+    let handler = move || {
+        if flag.stop() {
+            std::process::exit(130);
+        }
+        let _ = writeln!(io::stderr(), "finishing the step and saving; Ctrl-C again ends at once");
+    };
+    ctrlc::set_handler(handler).map_err(|e| Error::Usage {
+        message: format!("cannot listen for Ctrl-C: {e}"),
+        hint: String::new(),
+    })?;
+    Ok(stop)
+}
+
+/// What to do with the result.
+fn next_steps(config: &SftConfig, args: &[String], summary: &Summary) -> String {
+    let mut text = String::new();
+    if let Some(adapter) = &summary.adapter {
+        let merged = config.output_dir.join("merged");
+        text += &format!(
+            "Adapter: {}\nMerge it into the base model:\n  embertune merge --base {} --adapter {} --out {}\n",
+            adapter.display(),
+            quoted(&summary.base),
+            quoted(adapter),
+            quoted(&merged)
+        );
+    }
+    if let Some(weights) = &summary.weights {
+        text += &format!("Weights: {}\n", weights.display());
+    }
+    if summary.checkpoint.is_some() {
+        let args: Vec<String> = args.iter().map(|a| quoted(Path::new(a))).collect();
+        let steps = 2 * summary.steps;
+        text += &format!(
+            "Go on training:\n  embertune sft {} --ckpt.resume-step -1 --max-steps {steps}\n",
+            args.join(" ")
+        );
+    }
+    text
+}
+
+/// A path as a shell takes it.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./@:=,+%".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+fn merge(base: &Path, adapter: &Path, out: &Path) -> Result<()> {
+    log::init(Level::INFO, LineFormat::Text, None);
+    let report = export::merge(base, adapter, out)?;
+    for warning in &report.warnings {
+        tracing::warn!("{warning}");
+    }
+    let (change, name) = &report.largest_change;
+    print(&format!(
+        "Merged: {}\n{} weights changed, by {change:.3e} at most (in `{name}`); rounding to the base's type \
+         costs {:.3e} at most",
+        out.display(),
+        report.changed,
+        report.largest_rounding
+    ))
+}
+
+/// The log file as a listener: opened when the run's folder is ready.
+struct ToFile {
+    file: Option<(LogFile, Plain<LogFile>)>,
+}
+
+impl ToFile {
+    fn new(file: Option<LogFile>, format: LineFormat, level: Level) -> Self {
+        Self { file: file.map(|file| (file.clone(), Plain::new(file, format).from_level(level))) }
+    }
+}
+
+impl Report for ToFile {
+    fn progress(&mut self, _: &str, _: usize, _: usize) {}
+
+    fn start(&mut self, run: &RunInfo) {
+        if let Some((file, plain)) = &mut self.file {
+            if let Err(error) = file.open() {
+                tracing::warn!("no log file: {error}");
+            }
+            plain.start(run);
+        }
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.step(metrics);
+        }
+    }
+
+    fn event(&mut self, event: &Event) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.event(event);
+        }
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.finish(summary);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_after_sft_are_left_alone() {
+        let words = ["embertune", "sft", "@", "a.toml", "--optim.lr", "1e-4", "--ckpt", "--model.name", "-x"];
+        let Command::Sft { args } = Cli::try_parse_from(words).unwrap().command else { panic!("not sft") };
+        assert_eq!(args, words[2..]);
+        let Command::Sft { args } = Cli::try_parse_from(["embertune", "sft", "--help"]).unwrap().command
+        else {
+            panic!("not sft")
+        };
+        assert_eq!(args, ["--help"]);
+    }
+
+    #[test]
+    fn next_steps_can_be_pasted() {
+        let summary = Summary {
+            steps: 10,
+            adapter: Some("out put/weights/step_10/lora_adapters".into()),
+            checkpoint: Some("out put/checkpoints/step_10".into()),
+            base: "base".into(),
+            ..Summary::default()
+        };
+        let config = SftConfig { output_dir: "out put".into(), ..SftConfig::default() };
+        let text = next_steps(&config, &["@".into(), "it's.toml".into()], &summary);
+        assert!(
+            text.contains("merge --base base --adapter 'out put/weights/step_10/lora_adapters'"),
+            "{text}"
+        );
+        assert!(text.contains(r"sft @ 'it'\''s.toml' --ckpt.resume-step -1 --max-steps 20"), "{text}");
+    }
+}

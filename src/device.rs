@@ -1,0 +1,280 @@
+//! From the `device` key to a Burn device.
+//!
+//! `auto` takes CUDA where it is compiled in and a card is there, else a real GPU through wgpu, else the
+//! CPU (`flex`). A software rasterizer is never taken by itself: flex is faster. Looking for
+//! devices opens none of them.
+
+use burn::tensor::{DType, Device};
+
+use crate::config::{DeviceKind, DeviceSpec};
+use crate::{Error, Result};
+
+/// A device and what is to be said about it.
+#[derive(Debug, Clone)]
+pub struct Selected {
+    /// The plain device (without autodiff).
+    pub device: Device,
+    /// `cuda:0`, `wgpu:0`, `vulkan:0` or `flex`.
+    pub name: String,
+    /// Set where the choice will disappoint, e.g. a software adapter.
+    pub warning: Option<String>,
+}
+
+/// The device that `device` asks for.
+///
+/// # Errors
+/// A backend that isn't compiled in, a card that isn't there, several devices.
+pub fn select(spec: &DeviceSpec) -> Result<Selected> {
+    let index = match spec.indices[..] {
+        [] => None,
+        [index] => Some(index),
+        [first, ..] => {
+            return Err(Error::device(
+                format!("`device` names {} devices, but a run uses one for now", spec.indices.len()),
+                format!("name one of them, e.g. with the index {first}"),
+            ));
+        }
+    };
+    match spec.kind {
+        DeviceKind::Auto => auto(),
+        DeviceKind::Cuda => cuda(index.unwrap_or(0)),
+        DeviceKind::Wgpu => wgpu(index),
+        DeviceKind::Vulkan => vulkan(index),
+        DeviceKind::Flex => flex(),
+    }
+}
+
+fn auto() -> Result<Selected> {
+    #[cfg(feature = "cuda")]
+    if cuda_count() > 0 {
+        return cuda(0);
+    }
+    #[cfg(feature = "wgpu")]
+    if may_have_gpu()
+        && let Some(device) = adapters::real(&adapters::of_wgpu()).into_iter().next() {
+        return Ok(Selected { device, name: "wgpu:0".into(), warning: None });
+    }
+    flex()
+}
+
+/// Whether asking graphics drivers can find anything. Linux shows every GPU as a device file; where there is none,
+/// loading drivers only costs time and lets some of them complain.
+#[cfg(feature = "wgpu")]
+fn may_have_gpu() -> bool {
+    let files = ["/dev/dri", "/dev/nvidiactl", "/dev/dxg", "/dev/kgsl-3d0", "/dev/mali0"];
+    !cfg!(target_os = "linux") || files.iter().any(|file| std::path::Path::new(file).exists())
+}
+
+fn flex() -> Result<Selected> {
+    #[cfg(feature = "flex")]
+    return Ok(Selected { device: Device::flex(), name: "flex".into(), warning: None });
+    #[cfg(not(feature = "flex"))]
+    return Err(not_compiled("flex"));
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_count() -> usize {
+    use burn::tensor::DeviceType;
+    Device::enumerate(DeviceType::Cuda).into_vec().len()
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(index: usize) -> Result<Selected> {
+    let count = cuda_count();
+    if index >= count {
+        return Err(missing("cuda", index, count));
+    }
+    Ok(Selected { device: Device::cuda(index), name: format!("cuda:{index}"), warning: None })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: usize) -> Result<Selected> {
+    Err(not_compiled("cuda"))
+}
+
+#[cfg(feature = "wgpu")]
+fn wgpu(index: Option<usize>) -> Result<Selected> {
+    pick("wgpu", &adapters::of_wgpu(), index)
+}
+
+#[cfg(not(feature = "wgpu"))]
+fn wgpu(_: Option<usize>) -> Result<Selected> {
+    Err(not_compiled("wgpu"))
+}
+
+#[cfg(feature = "vulkan")]
+fn vulkan(index: Option<usize>) -> Result<Selected> {
+    pick("vulkan", &adapters::of_vulkan(), index)
+}
+
+#[cfg(not(feature = "vulkan"))]
+fn vulkan(_: Option<usize>) -> Result<Selected> {
+    Err(not_compiled("vulkan"))
+}
+
+/// The `index`-th real GPU; without an index and without a GPU, a software adapter with a warning.
+#[cfg(feature = "wgpu")]
+fn pick(name: &str, adapters: &[adapters::Adapter], index: Option<usize>) -> Result<Selected> {
+    let mut real = adapters::real(adapters);
+    let n = index.unwrap_or(0);
+    if n < real.len() {
+        let device = real.swap_remove(n);
+        return Ok(Selected { device, name: format!("{name}:{n}"), warning: None });
+    }
+    let software = adapters.iter().find(|a| a.software);
+    match software {
+        Some(adapter) if index.is_none() => Ok(Selected {
+            device: adapter.device.clone(),
+            name: name.to_string(),
+            warning: Some(format!(
+                "`{name}` has no GPU here, only a software adapter: `device = \"flex\"` will be faster"
+            )),
+        }),
+        _ => Err(missing(name, n, real.len())),
+    }
+}
+
+fn missing(name: &str, index: usize, count: usize) -> Error {
+    let hint = match count {
+        0 => "set `device = \"auto\"` or `\"flex\"`, or look whether the driver is installed".to_string(),
+        _ => format!("the indices are 0 to {}", count - 1),
+    };
+    Error::device(format!("there is no device `{name}:{index}`: {count} found"), hint)
+}
+
+#[cfg_attr(all(feature = "cuda", feature = "vulkan", feature = "flex"), expect(dead_code))]
+fn not_compiled(name: &str) -> Error {
+    Error::device(
+        format!("this build has no `{name}` backend"),
+        format!("build with `--features {name}`, or set `device = \"auto\"`"),
+    )
+}
+
+/// Adapters as wgpu lists them.
+#[cfg(feature = "wgpu")]
+mod adapters {
+    use burn::tensor::{Device, DeviceKind, DeviceType};
+
+    /// One adapter.
+    pub struct Adapter {
+        pub device: Device,
+        pub software: bool,
+        /// Discrete before integrated before virtual.
+        pub preference: usize,
+    }
+
+    pub fn of_wgpu() -> Vec<Adapter> {
+        classify(Device::enumerate(DeviceType::Wgpu).into_vec(), Device::wgpu)
+    }
+
+    #[cfg(feature = "vulkan")]
+    pub fn of_vulkan() -> Vec<Adapter> {
+        classify(Device::enumerate(DeviceType::Vulkan).into_vec(), Device::vulkan)
+    }
+
+    /// Burn doesn't tell an adapter's kind, but compares devices: try each kind's name.
+    fn classify(devices: Vec<Device>, named: fn(DeviceKind) -> Device) -> Vec<Adapter> {
+        let n = devices.len();
+        let is = |device: &Device, kind: fn(usize) -> DeviceKind| (0..n).any(|i| *device == named(kind(i)));
+        devices
+            .into_iter()
+            .map(|device| {
+                let kinds: [fn(usize) -> DeviceKind; 3] =
+                    [DeviceKind::DiscreteGpu, DeviceKind::IntegratedGpu, DeviceKind::VirtualGpu];
+                let preference = kinds.iter().position(|&k| is(&device, k)).unwrap_or(kinds.len());
+                let software = device == named(DeviceKind::Cpu);
+                Adapter { device, software, preference }
+            })
+            .collect()
+    }
+
+    pub fn real(adapters: &[Adapter]) -> Vec<Device> {
+        let mut real: Vec<_> = adapters.iter().filter(|a| !a.software).collect();
+        real.sort_by_key(|a| a.preference);
+        real.into_iter().map(|a| a.device.clone()).collect()
+    }
+}
+
+/// The device's own name, e.g. `NVIDIA H200`; `None` on the CPU. Opens the device.
+pub fn hardware_name(device: &Device) -> Option<String> {
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    return device.identity().map(|identity| identity.name);
+    #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
+    return {
+        let _ = device;
+        None
+    };
+}
+
+/// The type that frozen weights have and layers compute in: `model.dtype`, where `auto` is bf16
+/// on CUDA and f32 elsewhere.
+///
+/// # Errors
+/// A type that the device can't compute in.
+pub fn compute_dtype(selected: &Selected, text: &str) -> Result<DType> {
+    let dtype = match text {
+        "auto" if selected.name.starts_with("cuda") => DType::BF16,
+        "auto" | "float32" | "f32" => DType::F32,
+        "bfloat16" | "bf16" => DType::BF16,
+        "float16" | "f16" => DType::F16,
+        _ => {
+            return Err(Error::device(
+                format!("unknown `model.dtype = \"{text}\"`"),
+                "it is one of `auto`, `float32`, `bfloat16`, `float16`",
+            ));
+        }
+    };
+    if !selected.device.supports_dtype(dtype) {
+        return Err(Error::device(
+            format!("`{}` can't compute in `model.dtype = \"{text}\"`", selected.name),
+            "set `model.dtype = \"auto\"`",
+        ));
+    }
+    Ok(dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(kind: DeviceKind, indices: &[usize]) -> DeviceSpec {
+        DeviceSpec { kind, indices: indices.to_vec() }
+    }
+
+    #[test]
+    fn several_devices_are_refused_with_the_first_as_hint() {
+        let error = select(&spec(DeviceKind::Cuda, &[2, 3])).unwrap_err();
+        assert!(error.to_string().contains("2 devices"), "{error}");
+        assert!(error.hint().unwrap().contains("index 2"));
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn auto_finds_something_everywhere() {
+        let selected = select(&spec(DeviceKind::Auto, &[])).unwrap();
+        assert!(selected.warning.is_none());
+        assert_eq!(select(&spec(DeviceKind::Flex, &[])).unwrap().name, "flex");
+    }
+
+    #[cfg(feature = "wgpu")]
+    #[test]
+    fn a_card_that_is_not_there_is_an_error_with_the_number_found() {
+        let error = select(&spec(DeviceKind::Wgpu, &[99])).unwrap_err();
+        assert!(error.to_string().contains("wgpu:99") && error.to_string().contains("found"), "{error}");
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn a_backend_that_is_not_compiled_in_names_the_feature() {
+        let error = select(&spec(DeviceKind::Cuda, &[])).unwrap_err();
+        assert!(error.hint().unwrap().contains("--features cuda"), "{error}");
+    }
+
+    #[cfg(feature = "flex")]
+    #[test]
+    fn dtype_follows_the_device() {
+        let flex = select(&spec(DeviceKind::Flex, &[])).unwrap();
+        assert_eq!(compute_dtype(&flex, "auto").unwrap(), DType::F32);
+        assert!(compute_dtype(&flex, "int8").is_err());
+    }
+}

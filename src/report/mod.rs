@@ -1,0 +1,120 @@
+//! What a run tells while it trains: the [`Report`] trait, and the plain reporter of a line a step.
+//!
+//! The recipe calls `start` once, then `step` and `event` as they come, then `finish`. The row in
+//! `metrics.jsonl` isn't a reporter's business: the recipe writes it whatever listens here.
+
+use std::path::PathBuf;
+
+pub mod log;
+mod metrics;
+mod plain;
+
+pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
+pub use plain::{LineFormat, Plain};
+
+/// Listener of a run.
+pub trait Report {
+    /// Something long before the first step is under way, `done` of `total`: `loading weights`.
+    fn progress(&mut self, what: &str, done: usize, total: usize);
+    /// Setup is done.
+    fn start(&mut self, run: &RunInfo);
+    /// A step is done.
+    fn step(&mut self, metrics: &StepMetrics);
+    /// Something else happened.
+    fn event(&mut self, event: &Event);
+    /// The run is over.
+    fn finish(&mut self, summary: &Summary);
+}
+
+/// What is known once a run is set up.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct RunInfo {
+    /// The model as the configuration names it.
+    pub model: String,
+    /// The device, with the hardware's name where it has one.
+    pub device: String,
+    /// The type that layers compute in.
+    pub dtype: String,
+    /// All parameters.
+    pub parameters: usize,
+    /// Parameters that are trained.
+    pub trainable: usize,
+    /// What was adapted and what the data is, a line each.
+    pub details: Vec<String>,
+    /// Steps until the end, if there is one.
+    pub max_steps: Option<usize>,
+    /// Steps that are done already.
+    pub resumed_step: Option<usize>,
+    /// The run's folder.
+    pub output_dir: PathBuf,
+}
+
+/// Something that happened beside the steps.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// Worth knowing.
+    Note(String),
+    /// Worth doing something about.
+    Warning(String),
+    /// Held-out loss after `step` steps.
+    Validation {
+        /// Finished steps.
+        step: usize,
+        /// Mean loss over the trained tokens of the held-out set.
+        loss: f64,
+        /// Seconds it took.
+        seconds: f64,
+    },
+    /// A folder was written.
+    Saved {
+        /// `checkpoint`, `adapter` or `weights`.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Seconds it took.
+        seconds: f64,
+    },
+}
+
+/// Tells two listeners the same, e.g. the terminal and a log file.
+#[derive(Debug)]
+pub struct Both<A, B>(pub A, pub B);
+
+impl<A: Report, B: Report> Report for Both<A, B> {
+    fn progress(&mut self, what: &str, done: usize, total: usize) {
+        self.0.progress(what, done, total);
+        self.1.progress(what, done, total);
+    }
+
+    fn start(&mut self, run: &RunInfo) {
+        self.0.start(run);
+        self.1.start(run);
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        self.0.step(metrics);
+        self.1.step(metrics);
+    }
+
+    fn event(&mut self, event: &Event) {
+        self.0.event(event);
+        self.1.event(event);
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        self.0.finish(summary);
+        self.1.finish(summary);
+    }
+}
+
+/// Listens to nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Quiet;
+
+impl Report for Quiet {
+    fn progress(&mut self, _: &str, _: usize, _: usize) {}
+    fn start(&mut self, _: &RunInfo) {}
+    fn step(&mut self, _: &StepMetrics) {}
+    fn event(&mut self, _: &Event) {}
+    fn finish(&mut self, _: &Summary) {}
+}

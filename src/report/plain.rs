@@ -1,0 +1,222 @@
+//! A line a step, for terminals, files and pipes.
+
+use std::io::Write;
+
+use serde_json::json;
+use tracing::Level;
+
+use super::{Event, Report, RunInfo, StepMetrics, Summary, gib};
+
+/// How a line looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LineFormat {
+    /// `Step 3 | Time: …`, for people.
+    #[default]
+    Text,
+    /// One JSON object, for collectors (`log.json_logging`).
+    Json,
+}
+
+/// Writes lines to `W`. A write that fails is dropped: a closed terminal must not end a run.
+pub struct Plain<W> {
+    out: W,
+    format: LineFormat,
+    level: Level,
+    /// The tenth of the progress that was last written.
+    tenth: Option<usize>,
+}
+
+impl Plain<std::io::Stderr> {
+    /// The reporter of the command line.
+    pub fn stderr() -> Self {
+        Self::new(std::io::stderr(), LineFormat::Text)
+    }
+}
+
+impl<W: Write> Plain<W> {
+    /// Lines of this format to any writer.
+    pub fn new(out: W, format: LineFormat) -> Self {
+        Self { out, format, level: Level::INFO, tenth: None }
+    }
+
+    /// Leaves out what is less important than `level` (steps and notes are `INFO`).
+    #[must_use]
+    pub fn from_level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
+    }
+
+    fn line(&mut self, text: &str) {
+        self.line_at(Level::INFO, text);
+    }
+
+    fn line_at(&mut self, level: Level, text: &str) {
+        if level > self.level {
+            return;
+        }
+        let text = match self.format {
+            LineFormat::Text if level == Level::WARN => format!("warning: {text}"),
+            LineFormat::Text => text.to_string(),
+            LineFormat::Json => json!({ "level": level.as_str(), "message": text }).to_string(),
+        };
+        let _ = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
+    }
+}
+
+impl<W: Write> Report for Plain<W> {
+    fn progress(&mut self, what: &str, done: usize, total: usize) {
+        let tenth = (10 * done).checked_div(total).unwrap_or(10);
+        // Small models are loaded at once: their progress is no news.
+        if total >= 1 << 28 && self.tenth != Some(tenth) {
+            self.tenth = Some(tenth);
+            self.line(&format!("{what}: {}0 %", tenth.min(10)));
+        }
+    }
+
+    fn start(&mut self, run: &RunInfo) {
+        let share = 100.0 * run.trainable as f64 / run.parameters.max(1) as f64;
+        self.line(&format!("Model: {} on {} in {}", run.model, run.device, run.dtype));
+        self.line(&format!(
+            "Parameters: {} in all, {} trainable ({share:.2} %)",
+            thousands(run.parameters),
+            thousands(run.trainable)
+        ));
+        for detail in &run.details {
+            self.line(detail);
+        }
+        if let Some(step) = run.resumed_step {
+            self.line(&format!("Resuming after step {step}"));
+        }
+        let steps = run.max_steps.map_or("without end".to_string(), |n| format!("up to step {n}"));
+        self.line(&format!("Training {steps}, output in `{}`", run.output_dir.display()));
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        match self.format {
+            LineFormat::Text => self.line(&step_line(metrics)),
+            LineFormat::Json if self.level >= Level::INFO => {
+                let _ = writeln!(self.out, "{}", metrics.to_json());
+            }
+            LineFormat::Json => {}
+        }
+    }
+
+    fn event(&mut self, event: &Event) {
+        let line = match event {
+            Event::Note(text) => text.clone(),
+            Event::Warning(text) => return self.line_at(Level::WARN, text),
+            Event::Validation { step, loss, seconds } => {
+                format!("Validation | Step {step} | Loss: {loss:.4} | Time: {seconds:.2}s")
+            }
+            Event::Saved { what, path, seconds } => {
+                format!("Saved {what} `{}` in {seconds:.2}s", path.display())
+            }
+        };
+        self.line(&line);
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        let loss = match (summary.first_loss, summary.last_loss) {
+            (Some(first), Some(last)) => format!(", loss {first:.4} -> {last:.4}"),
+            _ => String::new(),
+        };
+        self.line(&format!("Done: {} steps in {:.1}s{loss}", summary.steps, summary.seconds));
+        if let (Some(first), Some(last)) = (summary.first_val_loss, summary.last_val_loss) {
+            self.line(&format!("Held-out loss {first:.4} -> {last:.4}"));
+        }
+        if let Some(bytes) = summary.peak_bytes {
+            self.line(&format!("Peak memory: {:.2} GiB", gib(bytes)));
+        }
+    }
+}
+
+/// `Step 3 | Time: 0.52s | Loss: 2.1234 | …`, in the order of prime-rl's line.
+fn step_line(m: &StepMetrics) -> String {
+    if m.skipped {
+        return format!("Step {} | skipped: no trained token in its {} tokens", m.step, m.tokens);
+    }
+    let mut line = format!(
+        "Step {} | Time: {:.2}s | Loss: {:.4} | Grad. Norm: {:.4} | LR: {:.2e} | \
+         Throughput: {:.0} tokens/s ({:.0} trained)",
+        m.step,
+        m.time.step(),
+        m.loss,
+        m.grad_norm,
+        m.lr,
+        m.throughput(),
+        m.trained_throughput()
+    );
+    if let Some(mfu) = m.mfu {
+        line += &format!(" | MFU: {mfu:.1}%");
+    }
+    if let Some(bytes) = m.device_bytes.or(m.peak_bytes) {
+        line += &format!(" | Peak Mem.: {:.2} GiB", gib(bytes));
+    }
+    line
+}
+
+/// `1234567` as `1,234,567`.
+fn thousands(n: usize) -> String {
+    let digits = n.to_string();
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::PhaseTimes;
+
+    fn metrics() -> StepMetrics {
+        StepMetrics {
+            step: 3,
+            loss: 2.12345,
+            grad_norm: 0.5,
+            lr: 5e-4,
+            tokens: 1024,
+            trained_tokens: 512,
+            time: PhaseTimes { forward_backward: 0.5, ..Default::default() },
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_line_a_step() {
+        let mut out = Vec::new();
+        Plain::new(&mut out, LineFormat::Text).step(&metrics());
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "Step 3 | Time: 0.50s | Loss: 2.1235 | Grad. Norm: 0.5000 | LR: 5.00e-4 | \
+             Throughput: 2048 tokens/s (1024 trained)\n"
+        );
+    }
+
+    #[test]
+    fn a_skipped_step_says_so() {
+        let line = step_line(&StepMetrics { skipped: true, ..metrics() });
+        assert!(line.contains("skipped: no trained token"), "{line}");
+    }
+
+    #[test]
+    fn json_lines_are_json() {
+        let mut out = Vec::new();
+        let mut report = Plain::new(&mut out, LineFormat::Json);
+        report.step(&metrics());
+        report.event(&Event::Note("a \"note\"".into()));
+        for line in String::from_utf8(out).unwrap().lines() {
+            assert!(serde_json::from_str::<serde_json::Value>(line).is_ok(), "{line}");
+        }
+    }
+
+    #[test]
+    fn digits_in_groups() {
+        assert_eq!(thousands(7), "7");
+        assert_eq!(thousands(1_234_567), "1,234,567");
+    }
+}

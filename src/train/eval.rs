@@ -1,0 +1,29 @@
+//! Held-out loss: the sum over all trained tokens of the set ÷ their number, without dropout.
+//!
+//! The same fused cross entropy as in training, on the model without autodiff: no activations are kept
+//! and no logits beyond a chunk.
+
+use burn::module::Module;
+
+use crate::data::Batch;
+use crate::model::Decoder;
+use crate::{Error, Result};
+
+/// Mean loss over the trained tokens of `batches`.
+///
+/// # Errors
+/// A set without any trained token, or a batch that doesn't hold.
+pub fn held_out_loss(model: &Decoder, batches: &[Batch]) -> Result<f64> {
+    let model = model.valid();
+    let (mut sum, mut tokens) = (0.0, 0);
+    for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
+        let inputs = model.inputs(batch, None)?;
+        let loss = model.loss_sum(&inputs).to_data().try_to_vec::<f32>().expect("the loss is f32");
+        sum += f64::from(loss[0]);
+        tokens += batch.trained_tokens();
+    }
+    if tokens == 0 {
+        return Err(Error::train("the validation set has no trained token", "look at `val.data`"));
+    }
+    Ok(sum / tokens as f64)
+}

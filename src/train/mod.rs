@@ -1,0 +1,12 @@
+//! Training: the recipe ([`sft`]), one step of it ([`step`]), and what they are made of.
+
+pub mod eval;
+pub mod metrics;
+pub mod optim;
+pub mod schedule;
+mod setup;
+pub mod sft;
+pub mod step;
+
+pub use crate::report::{StepMetrics, Summary};
+pub use sft::{SftLearner, StopFlag};

@@ -1,0 +1,289 @@
+//! Optimizers over the trainable parameters, each flattened to `[n]`, in the module's fixed order.
+//!
+//! `g` is the gradient after normalising and clipping, `lr` the step's rate, `wd` the weight decay:
+//!
+//! * AdamW: `torch.optim.AdamW` (see [`ops::adamw`]).
+//! * SGD: `torch.optim.SGD`: `g += wd·p; b = μ·b + g (first: b = g); p -= lr·(g + μ·b)` with
+//!   nesterov, else `p -= lr·b`.
+//! * Muon (Keller Jordan's; as in the `dion` package that prime-rl uses, `nesterov = False`,
+//!   `adjust_lr = "rms_norm"`): for matrices outside head and embedding
+//!   `b = μ·b + g; p = p·(1 − lr·wd) − 0.2·√max(out, in)·lr·NS₅(b)` ([`newton_schulz`], f32
+//!   where dion rounds to bf16; the factor is arXiv 2502.16982's); AdamW for everything else.
+//! * sign-SGD: `p = p·(1 − lr·wd) − lr·sign(g)`.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{DType, Tensor};
+
+use crate::checkpoint::Named;
+use crate::config::{OptimConfig, OptimKind};
+use crate::model::Trainable;
+use crate::ops;
+
+/// Dion's ε, for the norm in [`newton_schulz`] and for AdamW beside Muon.
+const MUON_EPS: f64 = 1e-8;
+
+/// The update rule of one parameter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rule {
+    AdamW { beta1: f64, beta2: f64, eps: f64 },
+    Sgd { nesterov: bool, momentum: f64 },
+    Muon { mu: f64, rows: usize, columns: usize },
+    SignSgd,
+}
+
+/// One parameter's rule and state.
+#[derive(Debug)]
+struct Slot {
+    name: String,
+    shape: Vec<usize>,
+    rule: Rule,
+    weight_decay: f64,
+    /// In the order of [`Rule::state_names`]; empty before the first update.
+    state: Vec<Tensor<1>>,
+}
+
+/// The optimizer of a run: rules, state and the number of finished updates.
+#[derive(Debug)]
+pub struct Optimizer {
+    slots: Vec<Slot>,
+    updates: usize,
+    held_in: DType,
+}
+
+impl Optimizer {
+    /// An optimizer for these parameters; weight decay on all of them, as prime-rl has it.
+    pub fn new(config: &OptimConfig, trainable: &[Trainable]) -> Self {
+        let slots = trainable.iter().map(|p| Slot {
+            name: p.name.clone(),
+            shape: p.shape.clone(),
+            rule: Rule::of(&config.kind, p),
+            weight_decay: config.weight_decay,
+            state: Vec::new(),
+        });
+        Self { slots: slots.collect(), updates: 0, held_in: DType::F32 }
+    }
+
+    /// Leaves weight decay only on the parameters whose name `decayed` accepts, e.g.
+    /// [`not_norm_or_bias`] for the groups of transformers' Trainer.
+    pub fn decay_only(mut self, decayed: impl Fn(&str) -> bool) -> Self {
+        for slot in &mut self.slots {
+            if !decayed(&slot.name) {
+                slot.weight_decay = 0.0;
+            }
+        }
+        self
+    }
+
+    /// Rounds the parameters to this type after each update (`model.optimization_dtype`).
+    pub fn hold_in(self, dtype: DType) -> Self {
+        Self { held_in: dtype, ..self }
+    }
+
+    /// Number of finished updates.
+    pub fn updates(&self) -> usize {
+        self.updates
+    }
+
+    /// The parameters after one more update. `grads` are sums; each is multiplied by `grad_scale`
+    /// (1/tokens times the clip coefficient) before use.
+    ///
+    /// # Panics
+    /// If the number of values or gradients isn't that of the parameters.
+    pub fn update(
+        &mut self,
+        values: Vec<Tensor<1>>,
+        grads: Vec<Tensor<1>>,
+        lr: f64,
+        grad_scale: f64,
+    ) -> Vec<Tensor<1>> {
+        assert_eq!((values.len(), grads.len()), (self.slots.len(), self.slots.len()));
+        self.updates += 1;
+        let (updates, held_in) = (self.updates, self.held_in);
+        let step = Step { lr, grad_scale, updates };
+        self.slots
+            .iter_mut()
+            .zip(values.into_iter().zip(grads))
+            .map(|(slot, (value, grad))| slot.update(value, grad, step))
+            .map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) })
+            .collect()
+    }
+
+    /// The state, `PARAMETER.exp_avg` and so on; none before the first update.
+    pub fn state(&self) -> Vec<Named> {
+        let of_slot = |slot: &Slot| -> Vec<Named> {
+            let tensors = slot.rule.state_names().iter().zip(&slot.state);
+            tensors
+                .map(|(kind, values)| Named {
+                    name: format!("{}.{kind}", slot.name),
+                    shape: slot.shape.clone(),
+                    values: values.clone(),
+                })
+                .collect()
+        };
+        self.slots.iter().flat_map(of_slot).collect()
+    }
+
+    /// Takes over a saved state after `updates` updates.
+    ///
+    /// # Errors
+    /// What doesn't fit: a missing, an unknown or a mis-shaped tensor, with its name.
+    pub fn restore(&mut self, mut state: BTreeMap<String, Named>, updates: usize) -> Result<(), String> {
+        for slot in &mut self.slots {
+            let names = if updates == 0 { &[] } else { slot.rule.state_names() };
+            let mut tensors = Vec::with_capacity(names.len());
+            for kind in names {
+                let name = format!("{}.{kind}", slot.name);
+                let tensor = state.remove(&name).ok_or(format!("tensor `{name}` is missing"))?;
+                if tensor.shape != slot.shape {
+                    let (found, wanted) = (&tensor.shape, &slot.shape);
+                    return Err(format!("tensor `{name}` has shape {found:?}, wanted {wanted:?}"));
+                }
+                tensors.push(tensor.values);
+            }
+            slot.state = tensors;
+        }
+        if let Some(name) = state.keys().next() {
+            return Err(format!("tensor `{name}` belongs to no trainable parameter"));
+        }
+        self.updates = updates;
+        Ok(())
+    }
+}
+
+/// Whether transformers' Trainer decays this parameter: norms and biases are not.
+pub fn not_norm_or_bias(name: &str) -> bool {
+    !name.contains("norm") && !name.ends_with("bias")
+}
+
+/// The scalars of one update.
+#[derive(Clone, Copy)]
+struct Step {
+    lr: f64,
+    grad_scale: f64,
+    updates: usize,
+}
+
+impl Rule {
+    fn of(kind: &OptimKind, parameter: &Trainable) -> Self {
+        match *kind {
+            OptimKind::AdamW { betas1, betas2, eps } => Rule::AdamW { beta1: betas1, beta2: betas2, eps },
+            OptimKind::Sgd { nesterov, momentum } => Rule::Sgd { nesterov, momentum },
+            OptimKind::Muon { mu, betas1, betas2 } => match parameter.shape[..] {
+                [rows, columns] if !is_head_or_embedding(&parameter.name) => Rule::Muon { mu, rows, columns },
+                _ => Rule::AdamW { beta1: betas1, beta2: betas2, eps: MUON_EPS },
+            },
+            OptimKind::SignSgd => Rule::SignSgd,
+        }
+    }
+
+    /// torch's names of the state tensors.
+    fn state_names(self) -> &'static [&'static str] {
+        match self {
+            Rule::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
+            Rule::Sgd { momentum: 0.0, .. } => &[],
+            Rule::Sgd { .. } | Rule::Muon { .. } => &["momentum_buffer"],
+            Rule::SignSgd => &[],
+        }
+    }
+}
+
+fn is_head_or_embedding(name: &str) -> bool {
+    name.contains("lm_head") || name.contains("embed_tokens")
+}
+
+impl Slot {
+    fn update(&mut self, value: Tensor<1>, grad: Tensor<1>, step: Step) -> Tensor<1> {
+        let decayed = |value: Tensor<1>, slot: &Slot| value.mul_scalar(1.0 - step.lr * slot.weight_decay);
+        match self.rule {
+            Rule::AdamW { beta1, beta2, eps } => self.adamw(value, grad, step, (beta1, beta2, eps)),
+            Rule::Sgd { nesterov, momentum } => {
+                let grad = grad.mul_scalar(step.grad_scale);
+                let grad = match self.weight_decay {
+                    0.0 => grad,
+                    decay => grad + value.clone().mul_scalar(decay),
+                };
+                let grad = self.momentum(grad, momentum, nesterov);
+                value - grad.mul_scalar(step.lr)
+            }
+            Rule::Muon { mu, rows, columns } => {
+                let buffer = self.momentum(grad.mul_scalar(step.grad_scale), mu, false);
+                let [n] = buffer.dims();
+                let direction = newton_schulz(buffer.reshape([rows, columns])).reshape([n]);
+                let lr = step.lr * 0.2 * (rows.max(columns) as f64).sqrt();
+                decayed(value, self) - direction.mul_scalar(lr)
+            }
+            // The sign is the same for a gradient that isn't scaled.
+            Rule::SignSgd => decayed(value, self) - grad.sign().mul_scalar(step.lr),
+        }
+    }
+
+    fn adamw(
+        &mut self,
+        value: Tensor<1>,
+        grad: Tensor<1>,
+        step: Step,
+        (beta1, beta2, eps): (f64, f64, f64),
+    ) -> Tensor<1> {
+        let mut state = std::mem::take(&mut self.state).into_iter();
+        let (m, v) = match (state.next(), state.next()) {
+            (Some(m), Some(v)) => (m, v),
+            _ => (grad.zeros_like(), grad.zeros_like()),
+        };
+        let scalars = ops::AdamW {
+            lr: step.lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: self.weight_decay,
+            update: step.updates,
+            grad_scale: step.grad_scale,
+        };
+        let [value, m, v] = ops::adamw(value, m, v, grad, &scalars);
+        self.state = vec![m, v];
+        value
+    }
+
+    /// The direction after momentum; torch's first buffer is the gradient itself.
+    fn momentum(&mut self, grad: Tensor<1>, momentum: f64, nesterov: bool) -> Tensor<1> {
+        if momentum == 0.0 {
+            return grad;
+        }
+        let buffer = match std::mem::take(&mut self.state).pop() {
+            Some(buffer) => buffer.mul_scalar(momentum) + grad.clone(),
+            None => grad.clone(),
+        };
+        self.state = vec![buffer.clone()];
+        if nesterov { grad + buffer.mul_scalar(momentum) } else { buffer }
+    }
+}
+
+/// Five Newton–Schulz steps towards the nearest orthogonal matrix: with `X = G/(‖G‖ + ε)`,
+/// `X ← aX + (bA + cA²)X` where `A = XXᵀ`; coefficients as in the `dion` package (`muon.py`).
+///
+/// # Shapes
+/// - `[rows, columns]` → `[rows, columns]`
+pub fn newton_schulz(matrix: Tensor<2>) -> Tensor<2> {
+    const STEPS: [(f32, f32, f32); 5] = [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ];
+    let [rows, columns] = matrix.dims();
+    // The smaller side first, so that A is as small as can be.
+    let matrix = if rows > columns { matrix.transpose() } else { matrix };
+    let flat: Tensor<1> = matrix.clone().reshape([rows * columns]);
+    let norm = ops::sum_squares(flat).sqrt().add_scalar(MUON_EPS);
+    let mut x = matrix / norm.unsqueeze();
+    for (a, b, c) in STEPS {
+        let gram = x.clone().matmul(x.clone().transpose());
+        let polynomial = gram.clone().mul_scalar(b) + gram.clone().matmul(gram).mul_scalar(c);
+        x = x.clone().mul_scalar(a) + polynomial.matmul(x);
+    }
+    if rows > columns { x.transpose() } else { x }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests;

@@ -1,0 +1,400 @@
+//! THE RECIPE: supervised fine-tuning from a configuration, read top to bottom: set up, loop, finish.
+//!
+//! The command line does nothing but call this, so the library does what the command does:
+//!
+//! ```no_run
+//! # fn main() -> embertune::Result<()> {
+//! let config = embertune::SftConfig::from_toml(&std::fs::read_to_string("run.toml").unwrap(), "run.toml")?;
+//! let summary = embertune::SftLearner::new(config)?.fit(&mut embertune::report::Plain::stderr())?;
+//! println!("the adapter is in {:?}", summary.adapter);
+//! # Ok(())
+//! # }
+//! ```
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::eval::held_out_loss;
+use super::metrics::{FlopCounts, MetricsFile, peak_process_bytes};
+use super::optim::Optimizer;
+use super::schedule::Schedule;
+use super::setup;
+use super::step::{StepOptions, forward_backward};
+use crate::checkpoint::{Named, Progress, RunFolder, Start, State, folder};
+use crate::config::{Plan, SftConfig};
+use crate::data::{Batch, Loader};
+use crate::export::{self, AdapterMeta};
+use crate::model::Decoder;
+use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
+use crate::{Error, Result};
+
+/// A run of supervised fine-tuning.
+#[derive(Debug, Clone)]
+pub struct SftLearner {
+    config: SftConfig,
+    plan: Plan,
+}
+
+/// Asks a run to stop after the step at hand. Clones share the flag.
+#[derive(Debug, Clone, Default)]
+pub struct StopFlag(Arc<AtomicBool>);
+
+impl StopFlag {
+    /// Asks to stop; returns whether that was asked before.
+    pub fn stop(&self) -> bool {
+        self.0.swap(true, Ordering::SeqCst)
+    }
+
+    /// Whether someone asked to stop.
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+impl SftLearner {
+    /// A run of this configuration.
+    ///
+    /// # Errors
+    /// Every rule of the configuration that doesn't hold.
+    pub fn new(config: SftConfig) -> Result<Self> {
+        let plan = Plan::new(&config, 1)?;
+        Ok(Self { config, plan })
+    }
+
+    /// Trains to the end.
+    ///
+    /// # Errors
+    /// Whatever is wrong with configuration, model, data, device or checkpoint: before the first step.
+    pub fn fit(&self, report: &mut dyn Report) -> Result<Summary> {
+        self.fit_with(report, &StopFlag::default())
+    }
+
+    /// Trains to the end, or until `stop` is set: then the step at hand is finished and saved.
+    ///
+    /// # Errors
+    /// As [`SftLearner::fit`], and [`Error::Interrupted`] when it was stopped.
+    pub fn fit_with(&self, report: &mut dyn Report, stop: &StopFlag) -> Result<Summary> {
+        if self.config.dry_run {
+            let path = RunFolder::new(&self.config).write_config(&self.config.to_toml())?;
+            report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
+            return Ok(Summary::default());
+        }
+        let mut run = Run::set_up(&self.config, &self.plan, report)?;
+        run.train(report, stop)?;
+        run.finish(report)
+    }
+}
+
+/// All that a run holds while it trains.
+struct Run<'a> {
+    config: &'a SftConfig,
+    folder: RunFolder,
+    /// Where the base model was read from.
+    base: PathBuf,
+    model: Decoder,
+    loader: Loader,
+    tokenizer: Option<Arc<crate::data::ChatTokenizer>>,
+    val: Vec<Batch>,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    schedule_step: usize,
+    max_steps: usize,
+    options: StepOptions,
+    flops: FlopCounts,
+    peak_flops: Option<f64>,
+    identity: setup::Keys,
+    progress: Progress,
+    metrics: MetricsFile,
+    summary: Summary,
+    started: Instant,
+}
+
+impl<'a> Run<'a> {
+    /// Everything before the first step. What a user can get wrong fails here, before anything in
+    /// the run's folder is touched.
+    fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report) -> Result<Self> {
+        let started = Instant::now();
+        let folder = RunFolder::new(config);
+        let start = folder.start(config)?;
+
+        // Device, model, adapters.
+        let selected = setup::device(config, plan, report)?;
+        let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
+
+        // Data.
+        let data = setup::data(config, &base, &model, report)?;
+        let setup::Data { tokenizer, mut loader, val } = data;
+        details.extend(setup::describe_data(&loader));
+
+        // Optimizer.
+        let held_in = setup::optimization_dtype(config);
+        let mut optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(held_in);
+        let identity = setup::identity(config, &base)?;
+
+        // What an earlier process left.
+        let mut progress = Progress::default();
+        let mut schedule_step = 0;
+        if let Start::Resume { path, .. } = &start {
+            let resumed = setup::resume(config, &folder, path, &identity, &mut model, &mut optimizer)?;
+            resumed.changes.iter().for_each(|c| report.event(&Event::Warning(c.clone())));
+            (progress, schedule_step) = (resumed.progress, resumed.schedule_step);
+            if let Some(state) = resumed.loader {
+                loader.restore(state)?;
+            }
+        } else if config.ckpt.as_ref().is_some_and(|c| c.resume_step.is_some()) {
+            let place = folder.checkpoints.display();
+            report.event(&Event::Warning(format!("no checkpoint in `{place}`: starting from the beginning")));
+        }
+        let max_steps = setup::last_step(config, &loader, progress.step);
+        let schedule_length = max_steps.saturating_sub(progress.step.saturating_sub(schedule_step));
+        let schedule = Schedule::new(&config.scheduler, config.optim.lr, Some(schedule_length))?;
+
+        // The run's folder.
+        folder.make_ready(config, &start, &mut |note| report.event(&Event::Note(note)))?;
+        folder.write_config(&config.to_toml())?;
+        let metrics = MetricsFile::open(&folder.metrics(), progress.step)?;
+
+        let dropout_seed = config.seed;
+        let recompute = config.model.ac.as_ref().map(|ac| ac.freq);
+        let info = setup::info(config, &selected, &model, details, max_steps, progress.step);
+        report.start(&info);
+        Ok(Self {
+            config,
+            folder,
+            flops: setup::flop_counts(&model),
+            peak_flops: setup::peak_flops(&selected, &model),
+            summary: Summary { base: base.clone(), steps: progress.step, ..Summary::default() },
+            base,
+            model,
+            loader,
+            tokenizer,
+            val,
+            optimizer,
+            schedule,
+            schedule_step,
+            max_steps,
+            options: StepOptions { recompute, dropout_seed },
+            identity,
+            progress,
+            metrics,
+            started,
+        })
+    }
+
+    /// The loop.
+    fn train(&mut self, report: &mut dyn Report, stop: &StopFlag) -> Result<()> {
+        if self.progress.step == 0 && self.config.val.as_ref().is_some_and(|v| v.eval_on_start) {
+            let loss = self.validate(report)?;
+            self.metrics.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
+        }
+        let mut save_seconds = 0.0;
+        while self.progress.step < self.max_steps {
+            if stop.is_set() {
+                return self.interrupted(report);
+            }
+            let mut time = PhaseTimes { save_ckpt: save_seconds, ..PhaseTimes::default() };
+
+            // ---- data: the micro-batches of one optimizer step ----
+            let clock = Instant::now();
+            let Some(batches) = self.loader.next_step()? else { break };
+            self.log_data(&batches, report)?;
+            time.data = clock.elapsed().as_secs_f64();
+
+            // ---- forward and backward: sums of loss, gradients and trained tokens ----
+            let clock = Instant::now();
+            let step = self.progress.step + 1;
+            let sums =
+                forward_backward(&self.model, &batches, &self.options).map_err(|e| at_step(step, e))?;
+            time.forward_backward = clock.elapsed().as_secs_f64();
+
+            // ---- divide by the step's tokens, clip, update ----
+            let clock = Instant::now();
+            let lr = self.schedule.lr(self.schedule_step);
+            let trained_tokens = sums.trained_tokens;
+            let update = sums
+                .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm)
+                .map_err(|e| at_step(step, e))?;
+            time.optimizer = clock.elapsed().as_secs_f64();
+
+            // ---- count ----
+            let tokens: usize = batches.iter().map(Batch::tokens).sum();
+            self.schedule_step += 1;
+            self.progress.step = step;
+            self.progress.tokens += tokens;
+            self.progress.trained_tokens += trained_tokens;
+            self.progress.rows += tokens / self.config.data.seq_len();
+
+            // ---- held-out loss ----
+            let clock = Instant::now();
+            let val_loss = if self.val_is_due() { Some(self.validate(report)?) } else { None };
+            time.val = clock.elapsed().as_secs_f64();
+
+            // ---- tell: a line and a row ----
+            let flops = self.flops.of_step(&batches);
+            let metrics = StepMetrics {
+                step,
+                epoch: self.loader.epoch(),
+                loss: update.map_or(0.0, |u| u.loss),
+                grad_norm: update.map_or(0.0, |u| u.grad_norm),
+                lr,
+                tokens,
+                trained_tokens,
+                total_tokens: self.progress.tokens,
+                total_trained_tokens: self.progress.trained_tokens,
+                total_rows: self.progress.rows,
+                mfu: self.peak_flops.map(|peak| 100.0 * flops / time.step() / peak),
+                peak_bytes: peak_process_bytes(),
+                device_bytes: self.model.device().memory_pool_usage().map(|m| m.bytes_reserved),
+                time,
+                val_loss,
+                skipped: update.is_none(),
+            };
+            self.note_losses(&metrics);
+            report.step(&metrics);
+            self.metrics.append(&metrics.to_json())?;
+
+            // ---- save ----
+            let clock = Instant::now();
+            if self.save_is_due() {
+                self.save(report)?;
+            }
+            save_seconds = clock.elapsed().as_secs_f64();
+        }
+        Ok(())
+    }
+
+    /// After the last step: what isn't saved yet, and the summary.
+    fn finish(mut self, report: &mut dyn Report) -> Result<Summary> {
+        self.save(report)?;
+        self.summary.seconds = self.started.elapsed().as_secs_f64();
+        self.summary.peak_bytes = peak_process_bytes();
+        report.finish(&self.summary);
+        Ok(self.summary)
+    }
+
+    /// Someone pressed Ctrl-C: the step is done, so save and leave.
+    fn interrupted(&mut self, report: &mut dyn Report) -> Result<()> {
+        if self.progress.step > 0 {
+            self.save(report)?;
+        }
+        let checkpoint = self.summary.checkpoint.clone();
+        Err(Error::Interrupted { step: self.progress.step, checkpoint })
+    }
+
+    fn val_is_due(&self) -> bool {
+        let interval = self.config.val.as_ref().map(|v| v.interval.max(1));
+        let step = self.progress.step;
+        interval.is_some_and(|n| step.is_multiple_of(n) || step == self.max_steps)
+    }
+
+    fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
+        let clock = Instant::now();
+        let loss = held_out_loss(&self.model, &self.val)?;
+        let seconds = clock.elapsed().as_secs_f64();
+        report.event(&Event::Validation { step: self.progress.step, loss, seconds });
+        self.summary.first_val_loss.get_or_insert(loss);
+        self.summary.last_val_loss = Some(loss);
+        Ok(loss)
+    }
+
+    fn note_losses(&mut self, metrics: &StepMetrics) {
+        self.summary.steps = metrics.step;
+        if !metrics.skipped {
+            self.summary.first_loss.get_or_insert(metrics.loss);
+            self.summary.last_loss = Some(metrics.loss);
+        }
+    }
+
+    fn log_data(&self, batches: &[Batch], report: &mut dyn Report) -> Result<()> {
+        if let (true, Some(tokenizer)) = (self.config.log.log_data, &self.tokenizer) {
+            for text in setup::marked_documents(tokenizer, batches)? {
+                report.event(&Event::Note(text));
+            }
+        }
+        Ok(())
+    }
+
+    fn save_is_due(&self) -> bool {
+        let interval = self.config.ckpt.as_ref().and_then(|c| c.interval);
+        interval.is_some_and(|n| self.progress.step.is_multiple_of(n.max(1)))
+    }
+
+    /// Exports the weights, then writes the checkpoint: a kill in between leaves weights that the resumed run
+    /// makes anew, and never a checkpoint whose weights are missing. What is there already stays.
+    fn save(&mut self, report: &mut dyn Report) -> Result<()> {
+        let step = self.progress.step;
+        let wants_weights = self.config.ckpt.as_ref().is_some_and(|c| c.weights.is_some());
+        if wants_weights || self.config.model.lora.is_some() {
+            self.save_weights(report)?;
+        }
+        let Some(ckpt) = self.config.ckpt.as_ref().filter(|c| !c.weights_only) else { return Ok(()) };
+        let target = self.folder.checkpoints.join(format!("step_{step}"));
+        if !target.join(folder::STABLE).exists() {
+            let clock = Instant::now();
+            let state = State {
+                format: State::FORMAT,
+                embertune: env!("CARGO_PKG_VERSION").into(),
+                progress: self.progress,
+                schedule_step: self.schedule_step,
+                optimizer_updates: self.optimizer.updates(),
+                loader: self.loader.state(),
+                identity: self.identity.fixed.clone(),
+                settings: self.identity.settings.clone(),
+            };
+            let trainable = self.model.trainable().into_iter().zip(self.model.trainable_values());
+            let trainable: Vec<Named> =
+                trainable.map(|(p, values)| Named { name: p.name, shape: p.shape, values }).collect();
+            self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &self.optimizer.state())?;
+            let seconds = clock.elapsed().as_secs_f64();
+            report.event(&Event::Saved { what: "checkpoint", path: target.clone(), seconds });
+        }
+        self.summary.checkpoint = Some(target);
+        Ok(())
+    }
+
+    /// `weights/step_N`: the adapter of a LoRA run, the whole model of a full one.
+    fn save_weights(&mut self, report: &mut dyn Report) -> Result<()> {
+        let lora = self.config.model.lora.is_some();
+        let target = self.folder.weights.join(format!("step_{}", self.progress.step));
+        let adapter = target.join("lora_adapters");
+        if !target.join(folder::STABLE).exists() {
+            let clock = Instant::now();
+            folder::write(&self.folder.weights, self.progress.step, |partial| {
+                if lora {
+                    let base = Some(self.config.model.name.clone());
+                    let meta = AdapterMeta { base_model_name_or_path: base };
+                    export::save_adapter(&self.model, 0, &partial.join("lora_adapters"), &meta)
+                } else {
+                    export::save_model(
+                        &self.model,
+                        &self.base,
+                        partial,
+                        setup::stored_dtype(self.config, &self.model),
+                    )
+                }
+            })?;
+            if let Some(ckpt) = &self.config.ckpt {
+                folder::prune(&self.folder.weights, ckpt.keep_last, ckpt.keep_interval)?;
+            }
+            let (what, path) = if lora { ("adapter", &adapter) } else { ("weights", &target) };
+            let seconds = clock.elapsed().as_secs_f64();
+            report.event(&Event::Saved { what, path: path.clone(), seconds });
+        }
+        if lora {
+            self.summary.adapter = Some(adapter);
+        } else {
+            self.summary.weights = Some(target);
+        }
+        Ok(())
+    }
+}
+
+/// Says in which step a training error came up.
+fn at_step(step: usize, error: Error) -> Error {
+    match error {
+        Error::Train { message, hint } => Error::Train { message: format!("step {step}: {message}"), hint },
+        other => other,
+    }
+}

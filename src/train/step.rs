@@ -1,0 +1,252 @@
+//! One optimizer step, in two halves so that ranks can add up in between:
+//!
+//! 1. [`forward_backward`]: micro-batches → sums of loss, gradients and trained tokens;
+//! 2. [`GradSums::update`]: divide once by the tokens, clip by the global norm, update.
+//!
+//! So the loss is the mean over all trained tokens of the step, not the mean of micro-batch means.
+//!
+//! With recomputation (`[model.ac]`) the backward pass goes layer by layer: the forward pass keeps
+//! only what enters each recomputed layer, and the backward pass runs the layer again, with the
+//! gradient of its output, on a tape of its own. The numbers are the same, bit for bit.
+
+use burn::tensor::Tensor;
+
+use super::optim::Optimizer;
+use crate::data::Batch;
+use crate::model::{Decoder, Inputs};
+use crate::{Error, Result, ops};
+
+/// How the forward and backward pass runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StepOptions {
+    /// Recompute every n-th layer (0, n, 2n, …) in the backward pass; `None`: keep all activations.
+    pub recompute: Option<usize>,
+    /// Seed of LoRA dropout.
+    pub dropout_seed: u64,
+}
+
+/// Sums over the micro-batches of a step.
+#[derive(Debug)]
+pub struct GradSums {
+    /// One per trainable parameter, flattened, in the decoder's order; empty without trained tokens.
+    pub grads: Vec<Tensor<1>>,
+    /// Sum of the loss over the trained tokens.
+    pub loss: f64,
+    /// Number of trained tokens.
+    pub trained_tokens: usize,
+}
+
+/// What an update was.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Mean loss over the step's trained tokens.
+    pub loss: f64,
+    /// Global norm of the mean's gradient, before clipping.
+    pub grad_norm: f64,
+    /// What the gradient was multiplied by because of `max_norm`.
+    pub clip_coef: f64,
+}
+
+/// Runs the micro-batches and sums up.
+///
+/// # Errors
+/// A batch that doesn't hold (see [`Decoder::inputs`]).
+pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<GradSums> {
+    let mut sums: Vec<Option<Tensor<1>>> = Vec::new();
+    let mut losses = Vec::with_capacity(batches.len());
+    // A micro-batch without targets adds exactly 0 to the loss, the gradients and the count.
+    for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
+        let inputs = model.inputs(batch, Some(options.dropout_seed))?;
+        let (loss, grads) = match options.recompute {
+            Some(every) => recomputed(model, &inputs, every.max(1)),
+            None => on_one_tape(model, &inputs),
+        };
+        losses.push(loss);
+        add(&mut sums, grads);
+    }
+    let trained_tokens = batches.iter().map(Batch::trained_tokens).sum();
+    if trained_tokens == 0 {
+        return Ok(GradSums { grads: Vec::new(), loss: 0.0, trained_tokens });
+    }
+    let grads = sums
+        .into_iter()
+        .zip(model.trainable_values())
+        .map(|(grad, value)| grad.unwrap_or_else(|| value.inner().zeros_like()))
+        .collect();
+    Ok(GradSums { grads, loss: sum_on_host(losses), trained_tokens })
+}
+
+fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
+    let loss = model.loss_sum(inputs);
+    if !loss.is_tracked() {
+        // No run with tokens in this batch trains anything that they pass.
+        return (loss.inner(), vec![None; model.trainable().len()]);
+    }
+    let mut grads = loss.backward();
+    (loss.inner(), model.take_grads(&mut grads))
+}
+
+/// A layer between the forward and the backward pass.
+enum Pass {
+    /// What entered it; to be run again.
+    Recompute(Tensor<2>),
+    /// Its input and output on a tape that was kept.
+    Keep(Box<(Tensor<2>, Tensor<2>)>),
+}
+
+/// The forward pass runs with autodiff too and drops each recomputed layer's tape: without autodiff, a backend may
+/// take other kernels, with other rounding.
+fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
+    let embedded = model.embed(inputs);
+    // The gradient goes down to the lowest trained layer, or to the embedding.
+    let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
+    let mut hidden = embedded.clone().inner();
+    let mut passes = Vec::with_capacity(model.num_layers());
+    for i in 0..model.num_layers() {
+        let x = leaf(hidden.clone(), lowest.is_below(i));
+        let y = model.layer(i, x.clone(), inputs);
+        if lowest.trains(i) {
+            let recompute = i.is_multiple_of(every);
+            passes.push((i, if recompute { Pass::Recompute(hidden) } else { Pass::Keep(Box::new((x, y.clone()))) }));
+        }
+        hidden = y.inner();
+    }
+
+    let x = leaf(hidden, lowest.is_below(model.num_layers()));
+    let loss = model.head_loss(x.clone(), inputs);
+    if !loss.is_tracked() {
+        return (loss.inner(), vec![None; model.trainable().len()]);
+    }
+    let mut tape = loss.backward();
+    let mut grads = model.take_grads(&mut tape);
+    let mut upstream = x.grad_remove(&mut tape);
+    for (i, pass) in passes.into_iter().rev() {
+        let (x, y) = match pass {
+            Pass::Keep(pair) => *pair,
+            Pass::Recompute(x) => {
+                let x = leaf(x, lowest.is_below(i));
+                let y = model.layer(i, x.clone(), inputs);
+                (x, y)
+            }
+        };
+        if !y.is_tracked() {
+            break;
+        }
+        let mut tape = pull(y, upstream.take().expect("a layer above a trained one has a gradient"));
+        add(&mut grads, model.take_grads(&mut tape));
+        upstream = x.grad_remove(&mut tape);
+    }
+    if let (Lowest::Embedding, Some(upstream)) = (&lowest, upstream) {
+        add(&mut grads, model.take_grads(&mut pull(embedded, upstream)));
+    }
+    (loss.inner(), grads)
+}
+
+/// How far down the gradient has to go.
+enum Lowest {
+    Embedding,
+    Layer(usize),
+}
+
+impl Lowest {
+    /// Whether layer `i` needs a backward pass.
+    fn trains(&self, i: usize) -> bool {
+        match self {
+            Lowest::Embedding => true,
+            Lowest::Layer(lowest) => i >= *lowest,
+        }
+    }
+
+    /// Whether what enters layer `i` needs a gradient.
+    fn is_below(&self, i: usize) -> bool {
+        match self {
+            Lowest::Embedding => true,
+            Lowest::Layer(lowest) => i > *lowest,
+        }
+    }
+}
+
+/// The lowest layer with a trainable parameter; the number of layers if only the top has any.
+fn lowest_trained(model: &Decoder) -> Lowest {
+    let layer = |name: &str| {
+        let rest = name.strip_prefix("model.layers.")?;
+        rest.split('.').next()?.parse::<usize>().ok()
+    };
+    let lowest = model.trainable().iter().filter_map(|p| layer(&p.name)).min();
+    Lowest::Layer(lowest.unwrap_or(model.num_layers()))
+}
+
+fn leaf(x: Tensor<2>, tracked: bool) -> Tensor<2> {
+    if tracked { x.autodiff().require_grad() } else { x }
+}
+
+/// Backward from `y` given the gradient of the loss at it: the gradient of `Σ y·g` at y is g itself.
+fn pull(y: Tensor<2>, gradient: Tensor<2>) -> burn::tensor::Gradients {
+    (y * gradient).sum().backward()
+}
+
+fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
+    if sums.is_empty() {
+        *sums = grads;
+        return;
+    }
+    for (sum, grad) in sums.iter_mut().zip(grads) {
+        *sum = match (sum.take(), grad) {
+            (Some(sum), Some(grad)) => Some(sum + grad),
+            (sum, grad) => sum.or(grad),
+        };
+    }
+}
+
+impl GradSums {
+    /// Divides by the trained tokens, clips to `max_norm` as `torch.nn.utils.clip_grad_norm_` does
+    /// (`min(1, max_norm / (norm + 1e-6))`) and updates the model; `None` and nothing changed if the
+    /// step has no trained token.
+    ///
+    /// # Errors
+    /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
+    /// parameter): nothing is updated then.
+    pub fn update(
+        self,
+        model: &mut Decoder,
+        optimizer: &mut Optimizer,
+        lr: f64,
+        max_norm: Option<f64>,
+    ) -> Result<Option<Update>> {
+        if self.trained_tokens == 0 {
+            return Ok(None);
+        }
+        let tokens = self.trained_tokens as f64;
+        let loss = self.loss / tokens;
+        let squares = self.grads.iter().map(|g| ops::sum_squares(g.clone())).collect();
+        let grad_norm = sum_on_host(squares).sqrt() / tokens;
+        check(loss, grad_norm, optimizer.updates() == 0)?;
+        let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
+        let values = model.trainable_values().into_iter().map(Tensor::inner).collect();
+        let values = optimizer.update(values, self.grads, lr, clip_coef / tokens);
+        *model = model.clone().set_trainable(values);
+        Ok(Some(Update { loss, grad_norm, clip_coef }))
+    }
+}
+
+fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
+    if !loss.is_finite() || !grad_norm.is_finite() {
+        return Err(Error::train(
+            format!("the loss is {loss} and the gradient norm {grad_norm}: not finite, nothing was updated"),
+            "lower `optim.lr`, or look for a broken row with `log.log_data = true`",
+        ));
+    }
+    if first && grad_norm == 0.0 {
+        return Err(Error::train(
+            "the gradient norm is 0: no gradient reached a trainable parameter",
+            "look at `model.lora.target_modules`",
+        ));
+    }
+    Ok(())
+}
+
+/// One read-back for all of them; added in f64, in order.
+fn sum_on_host(parts: Vec<Tensor<1>>) -> f64 {
+    let values = Tensor::cat(parts, 0).to_data().try_to_vec::<f32>().expect("losses and norms are f32");
+    values.into_iter().map(f64::from).sum()
+}
