@@ -107,7 +107,10 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec
         let y = model.layer(i, x.clone(), inputs);
         if lowest.trains(i) {
             let recompute = i.is_multiple_of(every);
-            passes.push((i, if recompute { Pass::Recompute(hidden) } else { Pass::Keep(Box::new((x, y.clone()))) }));
+            passes.push((
+                i,
+                if recompute { Pass::Recompute(hidden) } else { Pass::Keep(Box::new((x, y.clone()))) },
+            ));
         }
         hidden = y.inner();
     }
