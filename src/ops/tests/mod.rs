@@ -13,6 +13,7 @@ mod elementwise;
 mod loss;
 mod optim;
 mod products;
+mod timings;
 
 /// One float input of an op, flat; the op reshapes it.
 #[derive(Clone)]
