@@ -17,9 +17,9 @@ mod linear;
 mod linear_cross_entropy;
 #[cfg(feature = "flex")]
 mod lora_linear;
+pub mod mapped;
 #[cfg(feature = "flex")]
 mod optim;
-pub mod mapped;
 pub mod plain;
 #[cfg(feature = "flex")]
 mod rms_norm;
