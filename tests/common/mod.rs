@@ -2,3 +2,4 @@
 
 pub mod goldens;
 pub mod neutral;
+pub mod sha256;
