@@ -51,7 +51,8 @@ fn auto() -> Result<Selected> {
     }
     #[cfg(feature = "wgpu")]
     if may_have_gpu()
-        && let Some(device) = adapters::real(&adapters::of_wgpu()).into_iter().next() {
+        && let Some(device) = adapters::real(&adapters::of_wgpu()).into_iter().next()
+    {
         return Ok(Selected { device, name: "wgpu:0".into(), warning: None });
     }
     flex()
