@@ -87,11 +87,12 @@ fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tenso
 }
 
 /// A layer between the forward and the backward pass.
-enum Pass {
-    /// What entered it; to be run again.
-    Recompute(Tensor<2>),
-    /// Its input and output on a tape that was kept.
-    Keep(Box<(Tensor<2>, Tensor<2>)>),
+struct Pass {
+    layer: usize,
+    /// What entered it; a leaf of the kept tape if there is one.
+    x: Tensor<2>,
+    /// Its output, on a tape that was kept; else it is run again.
+    y: Option<Tensor<2>>,
 }
 
 /// The forward pass runs with autodiff too and drops each recomputed layer's tape: without autodiff, a backend may
@@ -106,11 +107,10 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec
         let x = leaf(hidden.clone(), lowest.is_below(i));
         let y = model.layer(i, x.clone(), inputs);
         if lowest.trains(i) {
-            let recompute = i.is_multiple_of(every);
-            passes.push((
-                i,
-                if recompute { Pass::Recompute(hidden) } else { Pass::Keep(Box::new((x, y.clone()))) },
-            ));
+            passes.push(match i.is_multiple_of(every) {
+                true => Pass { layer: i, x: hidden, y: None },
+                false => Pass { layer: i, x, y: Some(y.clone()) },
+            });
         }
         hidden = y.inner();
     }
@@ -123,15 +123,9 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec
     let mut tape = loss.backward();
     let mut grads = model.take_grads(&mut tape);
     let mut upstream = x.grad_remove(&mut tape);
-    for (i, pass) in passes.into_iter().rev() {
-        let (x, y) = match pass {
-            Pass::Keep(pair) => *pair,
-            Pass::Recompute(x) => {
-                let x = leaf(x, lowest.is_below(i));
-                let y = model.layer(i, x.clone(), inputs);
-                (x, y)
-            }
-        };
+    for Pass { layer, x, y } in passes.into_iter().rev() {
+        let x = if y.is_some() { x } else { leaf(x, lowest.is_below(layer)) };
+        let y = y.unwrap_or_else(|| model.layer(layer, x.clone(), inputs));
         if !y.is_tracked() {
             break;
         }
