@@ -216,13 +216,11 @@ impl ChatTemplate {
                 Map::from_iter([("role".into(), (*role).into()), ("content".into(), (*word).into())])
             })
             .collect();
-        let mut conversation = Conversation { messages, ..Default::default() };
+        let conversation = Conversation { messages, ..Default::default() };
         let messages = messages_value(&conversation.messages);
         let text = self.run(PLAIN, &messages, &conversation, None)?;
         let unmarked = self.run_marked(&text, &messages, &conversation)?;
-        conversation.kwargs.insert("add_generation_prompt".into(), true.into());
-        let prompt = self.run(PLAIN, &messages, &conversation, None).unwrap_or_default();
-        let prompt = prompt.strip_prefix(&text).unwrap_or_default();
+        let prompt = self.generation_prompt(&conversation).unwrap_or_default();
 
         let mut turn: Option<Turn> = None;
         for index in [1, 3] {
@@ -235,7 +233,7 @@ impl ChatTemplate {
         }
         let mut turn = turn.expect("two turns were read");
         if !prompt.is_empty() && !turn.header.is_empty() {
-            let shared = common_prefix(&turn.header, prompt);
+            let shared = common_prefix(&turn.header, &prompt);
             turn.header.truncate(if shared > 0 { shared } else { turn.header.len() });
         }
         // A thought that the template always opens is the model's to write.
@@ -243,6 +241,16 @@ impl ChatTemplate {
         turn.header.truncate(end);
         turn.footers.sort_by_key(|footer| std::cmp::Reverse(footer.len()));
         Ok(turn)
+    }
+
+    /// What the template prints to have the next turn written, after the words of a user.
+    fn generation_prompt(&self, conversation: &Conversation) -> Option<String> {
+        let mut begun = Conversation { messages: conversation.messages[..3].to_vec(), ..Default::default() };
+        let messages = messages_value(&begun.messages);
+        let without = self.run(PLAIN, &messages, &begun, None).ok()?;
+        begun.kwargs.insert("add_generation_prompt".into(), true.into());
+        let with = self.run(PLAIN, &messages, &begun, None).ok()?;
+        with.strip_prefix(&without).map(str::to_string)
     }
 
     /// Where the contents of the messages of `role` stand: their words alone are trained.
@@ -354,9 +362,27 @@ impl Object for TracedMessage {
 }
 
 fn messages_value(messages: &[Map<String, serde_json::Value>]) -> Value {
-    let message = |(index, message): (usize, &Map<String, serde_json::Value>)| {
-        let fields = message.iter().map(|(k, v)| (Arc::from(k.as_str()), jinja::from_json(v))).collect();
-        Value::from_object(TracedMessage { index, fields })
-    };
+    let message = |(index, message)| Value::from_object(TracedMessage { index, fields: fields(message) });
     messages.iter().enumerate().map(message).collect()
 }
+
+/// The fields of a message, and its thought under every name that templates read it by
+/// (transformers 5, `_alias_reasoning_fields`).
+fn fields(message: &Map<String, serde_json::Value>) -> Vec<(Arc<str>, Value)> {
+    let thought = ["reasoning_content", "thinking", "reasoning"].iter().find_map(|key| message.get(*key));
+    let mut fields: Vec<(Arc<str>, Value)> = Vec::new();
+    if let Some(thought) = thought.filter(|_| !message.contains_key("thinking")) {
+        fields.push(("thinking".into(), jinja::from_json(thought)));
+    }
+    fields.extend(message.iter().map(|(k, v)| (Arc::from(k.as_str()), jinja::from_json(v))));
+    if let Some(thought) = thought {
+        match fields.iter_mut().find(|(key, _)| key.as_ref() == "reasoning_content") {
+            Some((_, value)) => *value = jinja::from_json(thought),
+            None => fields.push(("reasoning_content".into(), jinja::from_json(thought))),
+        }
+    }
+    fields
+}
+
+#[cfg(test)]
+mod tests;

@@ -30,6 +30,8 @@ pub(super) fn environment() -> Environment<'static> {
         Ok(text)
     });
     env.add_filter("trim", |text: String, chars: Option<String>| strip(&text, chars.as_deref(), true, true));
+    // To minijinja none is an empty list; to Python it isn't iterable.
+    env.add_test("iterable", |value: Value| !value.is_none() && value.try_iter().is_ok());
     env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -169,7 +171,7 @@ impl Json {
                 '\t' => self.out.push_str("\\t"),
                 '\u{8}' => self.out.push_str("\\b"),
                 '\u{c}' => self.out.push_str("\\f"),
-                c if c < ' ' || (self.ascii && !c.is_ascii()) => {
+                c if c < ' ' || (self.ascii && c > '~') => {
                     for unit in c.encode_utf16(&mut [0; 2]) {
                         self.out.push_str(&format!("\\u{unit:04x}"));
                     }
@@ -268,11 +270,23 @@ fn string_repr(out: &mut String, text: &str) {
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
-            c if c < ' ' || c == '\u{7f}' => out.push_str(&format!("\\x{:02x}", c as u32)),
+            c if !is_printable(c) => out.push_str(&match c as u32 {
+                code @ ..=0xff => format!("\\x{code:02x}"),
+                code @ ..=0xffff => format!("\\u{code:04x}"),
+                code => format!("\\U{code:08x}"),
+            }),
             c => out.push(c),
         }
     }
     out.push(quote);
+}
+
+/// Python's `str.isprintable`, as far as assigned characters go.
+fn is_printable(c: char) -> bool {
+    let invisible = matches!(c,
+        '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
+        | '\u{e000}'..='\u{f8ff}' | '\u{e0000}'..='\u{e0fff}' | '\u{f0000}'..);
+    c == ' ' || !(c.is_control() || c.is_whitespace() || invisible)
 }
 
 /// What Python's `str.isspace` takes for white space beyond Unicode's White_Space.
@@ -394,3 +408,6 @@ fn partition<'a>(text: &'a str, separator: &'a str, from_right: bool) -> [&'a st
         None => [text, "", ""],
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -485,3 +485,6 @@ fn drop_nulls(value: &mut Value) {
         _ => {}
     }
 }
+
+#[cfg(test)]
+mod tests;

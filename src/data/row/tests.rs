@@ -1,0 +1,127 @@
+use super::*;
+use serde_json::json;
+
+fn read(columns: Value, padded_with_nulls: bool) -> Result<Row, String> {
+    let Value::Object(columns) = columns else { panic!("an object") };
+    let place = Place { file: PathBuf::from("x.jsonl").into(), row: 7 };
+    normalise(RawRow { place, columns, padded_with_nulls }).map_err(|e| e.to_string())
+}
+
+fn conversation(columns: Value) -> Conversation {
+    match read(columns, false).unwrap().body {
+        Body::Chat(conversation) => conversation,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn user() -> Value {
+    json!({"role": "user", "content": "u"})
+}
+
+#[test]
+fn faults_name_the_place_what_was_found_and_what_is_wanted() {
+    let cases = [
+        (
+            json!({"question": "q", "answer": "a"}),
+            "found columns `question`, `answer`; wanted `messages`, or `prompt`",
+        ),
+        (json!({"prompt": "q", "completion": null}), "found column `prompt`"),
+        (json!({}), "found no columns"),
+        (json!({"messages": 3}), "`messages` is the number 3; wanted a list or a JSON string"),
+        (json!({"messages": "x"}), "`messages` is a string that is not JSON"),
+        (json!({"messages": [user(), 3]}), "`messages[1]` is the number 3; wanted an object with `role`"),
+        (json!({"messages": [{"content": "x"}]}), "`messages[0]` has no `role` (it has `content`)"),
+        (json!({"messages": [{"role": "developer"}]}), "unknown role `developer` in `messages[0]`"),
+        (json!({"messages": [{"role": 1}]}), "`messages[0].role` is the number 1; wanted a string"),
+        (json!({"messages": [{"role": "user", "content": 4}]}), "`messages[0].content` is the number 4"),
+        (
+            json!({"messages": [{"role": "user", "content": ["a", 4]}]}),
+            "`messages[0].content[1]` is the number 4; wanted a text part",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+            "`messages[0].content[0]` is of type \"image\"",
+        ),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
+            "`messages[0].tool_calls[0]` has no function name",
+        ),
+        (json!({"messages": [], "tools": "{}"}), "`tools` is an object; wanted a list"),
+        (json!({"messages": [], "chat_template_kwargs": [1]}), "`chat_template_kwargs` is a list"),
+        (json!({"messages": [], "system": 1}), "`system` is the number 1"),
+        (json!({"prompt": 1, "completion": "x"}), "`prompt` is the number 1; wanted a string, a message"),
+        (
+            json!({"conversations": [{"from": "narrator", "value": ""}]}),
+            "unknown role `narrator` in `conversations[0].from`",
+        ),
+        (json!({"text": ["x"]}), "`text` is a list; wanted a string"),
+        (
+            json!({"input_ids": [1, "x"], "labels": []}),
+            "`input_ids[1]` is the string \"x\"; wanted a whole number",
+        ),
+        (json!({"input_ids": [1]}), "found column `input_ids`"),
+    ];
+    for (columns, want) in cases {
+        let got = read(columns.clone(), false).unwrap_err();
+        assert!(got.starts_with("x.jsonl:7: "), "{got}");
+        assert!(got.contains(want), "{columns}: {got}");
+    }
+}
+
+#[test]
+fn sides_may_be_strings_messages_or_lists() {
+    let answer = json!({"role": "assistant", "content": "a"});
+    for (prompt, completion) in
+        [(json!("u"), json!("a")), (user(), answer.clone()), (json!([user()]), json!([answer]))]
+    {
+        let got = conversation(json!({"prompt": prompt, "completion": completion, "system": "s"}));
+        let roles: Vec<_> = got.messages.iter().map(|m| m["role"].as_str().unwrap()).collect();
+        assert_eq!(roles, ["system", "user", "assistant"]);
+        assert_eq!(got.context, 2, "the system message is context too");
+    }
+}
+
+#[test]
+fn share_gpt_becomes_messages() {
+    let got = conversation(json!({"conversations": [
+        {"from": "human", "value": "u"},
+        {"from": "function_call", "value": "{\"name\": \"now\", \"arguments\": {\"b\": 1, \"a\": 2}}"},
+        {"from": "observation", "value": "9:00"},
+        {"from": "gpt", "value": null},
+        {"role": "user", "content": "as messages"}], "tools": "[]"}));
+    let calls = json!([{"type": "function", "function": {"name": "now", "arguments": {"b": 1, "a": 2}}}]);
+    let want = json!([
+        {"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "9:00"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "as messages"}]);
+    assert_eq!(Value::Array(got.messages.into_iter().map(Value::Object).collect()), want);
+    assert_eq!(got.tools, Some(json!([])));
+}
+
+#[test]
+fn nulls_of_parquet_are_absent_fields_and_nulls_of_json_are_the_users() {
+    let columns = json!({"text": null, "messages": [
+        {"role": "assistant", "content": null, "tool_calls": [
+            {"type": null, "function": {"name": "f", "arguments": {"a": 1, "b": null}}}], "name": null}]});
+    let arguments = |padded| match read(columns.clone(), padded).unwrap().body {
+        Body::Chat(conversation) => {
+            let message = &conversation.messages[0];
+            assert!(!message.contains_key("name") && message["content"] == "");
+            assert!(message["tool_calls"][0].get("type").is_none());
+            message["tool_calls"][0]["function"]["arguments"].clone()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(arguments(false), json!({"a": 1, "b": null}));
+    assert_eq!(arguments(true), json!({"a": 1}));
+}
+
+#[test]
+fn fields_keep_their_order() {
+    let got = conversation(
+        json!({"messages": [{"content": ["a", {"type": "text", "text": "b"}], "zz": 1, "role": "user"}]}),
+    );
+    assert_eq!(
+        Value::Object(got.messages[0].clone()).to_string(),
+        r#"{"content":"ab","zz":1,"role":"user"}"#
+    );
+}
