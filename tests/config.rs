@@ -8,7 +8,7 @@ use embertune::Error;
 use embertune::config::{self, Loaded, Plan, SftConfig};
 use std::path::{Path, PathBuf};
 
-const CONFIGS: usize = 6;
+const CONFIGS: usize = 7;
 
 fn project() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -92,7 +92,7 @@ fn main() -> Result<()> {
     );
     write_tokenizer(&texts, &out.join("untrained"))?;
     write_model(&out.join("untrained"))?;
-    write_pretraining(&train_text, &held_out_text, &conversations, &out.join("pretrain"))?;
+    write_pretraining(&train_text, &held_out_text, &conversations, out)?;
     write_reverse_text(&train_text, REVERSE_ROWS.0, &out.join("reverse-text/train.jsonl"))?;
     write_reverse_text(&held_out_text, REVERSE_ROWS.1, &out.join("reverse-text/validation.jsonl"))
 }
@@ -237,9 +237,9 @@ fn write_pretraining(
     out: &Path,
 ) -> Result<()> {
     let prose = |rows: &[&Value]| rows.iter().map(|row| json!({"text": text_of(row)})).collect::<Vec<_>>();
-    write_rows(&out.join("prose.jsonl"), &prose(train))?;
-    write_rows(&out.join("prose_held_out.jsonl"), &prose(held_out))?;
-    write_rows(&out.join("chat.jsonl"), conversations)
+    write_rows(&out.join("pretrain/prose.jsonl"), &prose(train))?;
+    write_rows(&out.join("held_out.jsonl"), &prose(held_out))?;
+    write_rows(&out.join("pretrain/chat.jsonl"), conversations)
 }
 
 /// Sentences to be reversed, evenly over the paragraphs.

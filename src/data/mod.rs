@@ -33,7 +33,7 @@ mod trace;
 pub use chat::Rendered;
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
 pub use report::{Counted, DataReport, DropReason};
-pub use row::{Body, Conversation, Format, Place, Row};
+pub use row::{Body, Conversation, Format, Place, Row, read_rows};
 pub use tokenize::ChatTokenizer;
 
 /// One tokenised document, before packing.

@@ -6,6 +6,7 @@
 //! | `prompt` + `completion` | message lists or single messages, joined; strings are one user and one assistant message; the prompt is context only |
 //! | `conversations` | ShareGPT's `from`/`value` |
 //! | `text` | plain text, no chat template |
+//! | `input_ids` + `labels` | tokens as they are; -100 in `labels` = not trained |
 //!
 //! Beside them: `tools` (or `tool_defs`; list or JSON string), `chat_template_kwargs` (object or JSON
 //! string), `system` (becomes the first message). `content` may be null or missing (then empty) or a
@@ -80,6 +81,8 @@ pub enum Format {
     ShareGpt,
     /// `text`.
     Text,
+    /// `input_ids` and `labels`.
+    Tokens,
 }
 
 impl std::fmt::Display for Format {
@@ -89,6 +92,7 @@ impl std::fmt::Display for Format {
             Format::PromptCompletion => "prompt + completion",
             Format::ShareGpt => "conversations",
             Format::Text => "text",
+            Format::Tokens => "input_ids + labels",
         })
     }
 }
@@ -113,6 +117,13 @@ pub enum Body {
     Chat(Conversation),
     /// To be tokenised as it is; every token is trained.
     Text(String),
+    /// Tokenised already.
+    Tokens {
+        /// Token ids.
+        input_ids: Vec<i64>,
+        /// The same ids, or -100 where a token is not trained (not shifted, as in transformers).
+        labels: Vec<i64>,
+    },
 }
 
 /// A row in its normal form, its shape and place.
@@ -127,21 +138,32 @@ pub struct Row {
 }
 
 /// Columns that mean something here; others are not read.
-pub(super) const COLUMNS: [&str; 9] = [
+pub(super) const COLUMNS: [&str; 11] = [
     "messages",
     "prompt",
     "completion",
     "conversations",
     "text",
+    "input_ids",
+    "labels",
     "system",
     "tools",
     "tool_defs",
     "chat_template_kwargs",
 ];
 
-const WANTED: &str = "`messages`, or `prompt` and `completion`, or `conversations`, or `text`";
+const WANTED: &str =
+    "`messages`, or `prompt` and `completion`, or `conversations`, or `text`, or `input_ids` and `labels`";
 
-/// Reads a row.
+/// The rows of a data file, in their normal form.
+///
+/// # Errors
+/// The file can't be read; each item: the row isn't right.
+pub fn read_rows(path: &Path) -> Result<impl Iterator<Item = Result<Row, Error>>, Error> {
+    Ok(super::source::open(path)?.map(|raw| normalise(raw?)))
+}
+
+/// Brings a row into its normal form.
 pub(super) fn normalise(raw: RawRow) -> Result<Row, Error> {
     let RawRow { place, mut columns, padded_with_nulls } = raw;
     if padded_with_nulls {
@@ -155,24 +177,41 @@ pub(super) fn normalise(raw: RawRow) -> Result<Row, Error> {
 }
 
 fn body(columns: &mut Map<String, Value>) -> Result<(Format, Body), Fault> {
-    let (format, mut messages, context) = if let Some(value) = columns.shift_remove("messages") {
-        (Format::Messages, messages("messages", value)?, 0)
-    } else if columns.contains_key("prompt") && columns.contains_key("completion") {
-        let mut messages = turns("prompt", columns.shift_remove("prompt"), "user")?;
-        let context = messages.len();
-        messages.extend(turns("completion", columns.shift_remove("completion"), "assistant")?);
-        (Format::PromptCompletion, messages, context)
-    } else if let Some(value) = columns.shift_remove("conversations") {
-        (Format::ShareGpt, share_gpt(value)?, 0)
-    } else if let Some(value) = columns.shift_remove("text") {
-        let Value::String(text) = value else {
-            return Err(wrong_type("text", &value, "a string"));
+    let has = |name: &str| columns.contains_key(name);
+    if has("messages") || has("conversations") || (has("prompt") && has("completion")) {
+        return conversation(columns).map(|(format, conversation)| (format, Body::Chat(conversation)));
+    }
+    if let Some(text) = columns.shift_remove("text") {
+        return match text {
+            Value::String(text) => Ok((Format::Text, Body::Text(text))),
+            other => Err(wrong_type("text", &other, "a string")),
         };
-        return Ok((Format::Text, Body::Text(text)));
+    }
+    match (columns.shift_remove("input_ids"), columns.shift_remove("labels")) {
+        (Some(ids), Some(labels)) => {
+            let (input_ids, labels) = (numbers("input_ids", &ids)?, numbers("labels", &labels)?);
+            Ok((Format::Tokens, Body::Tokens { input_ids, labels }))
+        }
+        (ids, labels) => {
+            columns.extend(ids.map(|ids| ("input_ids".into(), ids)));
+            columns.extend(labels.map(|labels| ("labels".into(), labels)));
+            Err(wrong_columns(columns))
+        }
+    }
+}
+
+fn conversation(columns: &mut Map<String, Value>) -> Result<(Format, Conversation), Fault> {
+    let mut context = 0;
+    let (format, mut messages) = if let Some(value) = columns.shift_remove("messages") {
+        (Format::Messages, messages("messages", value)?)
+    } else if let Some(value) = columns.shift_remove("conversations") {
+        (Format::ShareGpt, share_gpt(value)?)
     } else {
-        return Err(wrong_columns(columns));
+        let mut messages = turns("prompt", columns.shift_remove("prompt"), "user")?;
+        context = messages.len();
+        messages.extend(turns("completion", columns.shift_remove("completion"), "assistant")?);
+        (Format::PromptCompletion, messages)
     };
-    let mut context = context;
     if let Some(system) = columns.shift_remove("system") {
         let Value::String(text) = system else {
             return Err(wrong_type("system", &system, "a string"));
@@ -183,7 +222,15 @@ fn body(columns: &mut Map<String, Value>) -> Result<(Format, Body), Fault> {
     let tools = columns.shift_remove("tools").or_else(|| columns.shift_remove("tool_defs"));
     let tools = tools.map(|value| list("tools", value)).transpose()?.map(Value::Array);
     let kwargs = columns.shift_remove("chat_template_kwargs").map(kwargs).transpose()?.unwrap_or_default();
-    Ok((format, Body::Chat(Conversation { messages, context, tools, kwargs })))
+    Ok((format, Conversation { messages, context, tools, kwargs }))
+}
+
+fn numbers(what: &str, value: &Value) -> Result<Vec<i64>, Fault> {
+    let items = value.as_array().ok_or_else(|| wrong_type(what, value, "a list of numbers"))?;
+    let number = |(i, item): (usize, &Value)| {
+        item.as_i64().ok_or_else(|| wrong_type(&format!("{what}[{i}]"), item, "a whole number"))
+    };
+    items.iter().enumerate().map(number).collect()
 }
 
 fn wrong_columns(columns: &Map<String, Value>) -> Fault {

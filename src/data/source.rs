@@ -68,7 +68,9 @@ impl Lines {
     }
 
     fn parse(&self) -> Result<RawRow, Fault> {
-        let text = std::str::from_utf8(&self.buffer).map_err(|error| {
+        // Without its end, so that messages don't speak of a second line.
+        let line = self.buffer.trim_ascii_end();
+        let text = std::str::from_utf8(line).map_err(|error| {
             Fault::new(
                 format!("not UTF-8 at byte {} of the line", error.valid_up_to() + 1),
                 "Convert the file, for example with `iconv -f latin1 -t utf-8`.",

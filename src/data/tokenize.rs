@@ -172,7 +172,37 @@ impl ChatTokenizer {
                 }
                 Ok(Sample { mask: vec![true; ids.len()], ids })
             }
+            Body::Tokens { input_ids, labels } => self.take_tokens(input_ids, labels),
         }
+    }
+
+    /// Tokens made elsewhere: checked, as nothing else will.
+    fn take_tokens(&self, input_ids: &[i64], labels: &[i64]) -> Result<Sample, Fault> {
+        const UNTRAINED: i64 = -100;
+        if input_ids.len() != labels.len() {
+            let (ids, labels) = (input_ids.len(), labels.len());
+            return Err(Fault::new(format!("{ids} `input_ids` but {labels} `labels`; wanted as many"), ""));
+        }
+        let mut sample = Sample::default();
+        for (i, (&id, &label)) in input_ids.iter().zip(labels).enumerate() {
+            let known = u32::try_from(id).ok().filter(|&id| (id as usize) < self.vocab_size);
+            let known = known.ok_or_else(|| {
+                let vocab = self.vocab_size;
+                Fault::new(format!("`input_ids[{i}]` is {id}, beyond the tokenizer's vocab of {vocab}"), "")
+            })?;
+            if label != id && label != UNTRAINED {
+                return Err(Fault::new(
+                    format!(
+                        "`labels[{i}]` is {label}; wanted {UNTRAINED} or the token's own id, {id} (the vocab has {})",
+                        self.vocab_size
+                    ),
+                    "Labels are not shifted: each says whether the token in the same place is trained.",
+                ));
+            }
+            sample.ids.push(known);
+            sample.mask.push(label != UNTRAINED);
+        }
+        Ok(sample)
     }
 
     /// The ids of a text, without any added token.

@@ -134,9 +134,14 @@ fn read_changes(
     Ok(changes)
 }
 
-/// Every parameter's shape, a tied head's included. Nothing is put on a device.
+/// Every parameter's shape, a tied head's included. Nothing is put on a device; naming the CPU
+/// keeps Burn from looking for others.
 fn shapes(config: &HfConfig) -> BTreeMap<String, Vec<usize>> {
-    let parameters = Decoder::empty(config, DType::F32, &Device::default()).base_parameters();
+    #[cfg(feature = "flex")]
+    let device = Device::flex();
+    #[cfg(not(feature = "flex"))]
+    let device = Device::default();
+    let parameters = Decoder::empty(config, DType::F32, &device).base_parameters();
     let mut shapes: BTreeMap<String, Vec<usize>> = parameters.into_iter().collect();
     shapes.insert("lm_head.weight".into(), vec![config.vocab_size, config.hidden_size]);
     shapes

@@ -1,1 +1,259 @@
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Command;
 
+use super::*;
+use crate::assets::Asset;
+
+/// Variables that the hub's tools read; a test runs in a process of its own, with only these set.
+const VARIABLES: [&str; 9] = [
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "XDG_CACHE_HOME",
+];
+
+/// Runs the ignored test `name` of this module in its own process and environment.
+fn in_own_process(name: &str, variables: &[(&str, &str)]) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &format!("hub::tests::{name}"), "--ignored", "--nocapture"]);
+    VARIABLES.iter().for_each(|key| {
+        command.env_remove(key);
+    });
+    let output = command.envs(variables.iter().copied()).output().unwrap();
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+fn text(error: Error) -> String {
+    format!("{error}\n{}", error.hint().unwrap_or_default())
+}
+
+/// A cache as Python's tools leave it.
+fn fill_cache(cache: &Path, folder: &str, files: &[(&str, &str)]) {
+    let repo = cache.join(folder);
+    for (path, content) in files {
+        let path = repo.join("snapshots/abc").join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    fs::create_dir_all(repo.join("refs")).unwrap();
+    fs::write(repo.join("refs/main"), "abc\n").unwrap();
+}
+
+const TINY_MODEL: &[(&str, &str)] =
+    &[("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "weights"), ("README.md", "")];
+
+#[test]
+fn the_cache_serves_without_a_network() {
+    let home = tempfile::tempdir().unwrap();
+    fill_cache(&home.path().join("hub"), "models--owner--model", TINY_MODEL);
+    fill_cache(
+        &home.path().join("hub"),
+        "datasets--owner--data",
+        &[("data/train-00000-of-00001.parquet", "")],
+    );
+    // A port that nobody listens on: any request would fail.
+    let variables = [("HF_HOME", home.path().to_str().unwrap()), ("HF_ENDPOINT", "http://127.0.0.1:9")];
+    in_own_process("own_cached", &variables);
+    let elsewhere = home.path().join("hub");
+    in_own_process(
+        "own_cached",
+        &[
+            ("HF_HUB_CACHE", elsewhere.to_str().unwrap()),
+            ("HF_HOME", "/nonexistent"),
+            ("HF_HUB_OFFLINE", "1"),
+        ],
+    );
+}
+
+#[test]
+#[ignore = "run by the_cache_serves_without_a_network"]
+fn own_cached() {
+    assert!(model_dir("owner/model").unwrap().join("model.safetensors").is_file());
+    assert_eq!(dataset_files("owner/data", None, "train").unwrap().len(), 1);
+    let error = text(dataset_files("owner/data", None, "test").unwrap_err());
+    assert!(error.contains("not on the hub"), "{error}");
+}
+
+#[test]
+fn offline_says_so_and_what_to_do() {
+    let home = tempfile::tempdir().unwrap();
+    in_own_process(
+        "own_offline",
+        &[
+            ("HF_HOME", home.path().to_str().unwrap()),
+            ("HF_HUB_OFFLINE", "1"),
+            ("HF_ENDPOINT", "http://127.0.0.1:9"),
+        ],
+    );
+}
+
+#[test]
+#[ignore = "run by offline_says_so_and_what_to_do"]
+fn own_offline() {
+    for error in [
+        text(model_dir("owner/model").unwrap_err()),
+        text(dataset_files("owner/model", None, "train").unwrap_err()),
+    ] {
+        for word in [
+            "owner/model",
+            "no such file or folder",
+            "HF_HUB_OFFLINE",
+            "hf download",
+            "not in the local cache",
+        ] {
+            assert!(error.contains(word), "`{word}` is missing: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_misspelled_path_is_not_sought_on_the_hub() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("model")).unwrap();
+    fs::write(dir.path().join("train.jsonl"), "").unwrap();
+    let path = |name: &str| dir.path().join(name).to_string_lossy().into_owned();
+    let error = text(model_dir(&path("modle")).unwrap_err());
+    assert!(
+        error.contains("modle not found") && error.contains("Did you mean") && error.contains("model`"),
+        "{error}"
+    );
+    let error = text(dataset_files(&path("trian.jsonl"), None, "train").unwrap_err());
+    assert!(error.contains("trian.jsonl not found") && error.contains("train.jsonl"), "{error}");
+    // Relative ones neither, by their shape.
+    for name in ["modle", "trian.jsonl", "./a/b", "../a", "data/x.jsonl", "a/b/c", "~/x", "a b/c"] {
+        assert_eq!(Repo::parse(Kind::Model, name), None, "{name}");
+    }
+    assert!(Repo::parse(Kind::Dataset, "willcb/R1-reverse-wikipedia-paragraphs-v1-1000").is_some());
+}
+
+#[test]
+fn assets_are_written_once_and_mended() {
+    let cache = tempfile::tempdir().unwrap();
+    in_own_process("own_asset", &[("XDG_CACHE_HOME", cache.path().to_str().unwrap())]);
+    assert_eq!(
+        fs::read_dir(cache.path().join("embertune")).unwrap().count(),
+        1,
+        "nothing unfinished is left"
+    );
+}
+
+#[test]
+#[ignore = "run by assets_are_written_once_and_mended"]
+fn own_asset() {
+    let asset =
+        Asset { name: "embertune/tiny", files: &[("config.json", b"{}"), ("sub/x.bin", b"\x00\x01")] };
+    let dir = cache::write_asset(&asset).unwrap();
+    assert_eq!(fs::read(dir.join("sub/x.bin")).unwrap(), [0, 1]);
+    assert_eq!(cache::write_asset(&asset).unwrap(), dir);
+    fs::write(dir.join("sub/x.bin"), "broken").unwrap();
+    assert_eq!(fs::read(cache::write_asset(&asset).unwrap().join("sub/x.bin")).unwrap(), [0, 1]);
+}
+
+/// A server that speaks as much of the hub's protocol as a download needs.
+#[cfg(feature = "hub")]
+mod server {
+    use super::*;
+
+    const FILES: [(&str, &str); 5] = [
+        ("README.md", "not wanted"),
+        ("data/test-00000-of-00001.parquet", "not wanted"),
+        ("data/train-00000-of-00002.parquet", "first shard"),
+        ("data/train-00001-of-00002.parquet", "second shard"),
+        ("dataset_infos.json", "{}"),
+    ];
+
+    #[test]
+    fn a_split_is_downloaded_once_and_then_cached() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let asked = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+        let seen = asked.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let seen = seen.clone();
+                std::thread::spawn(move || answer(stream.unwrap(), &seen));
+            }
+        });
+        let home = tempfile::tempdir().unwrap();
+        let variables =
+            [("HF_HOME", home.path().to_str().unwrap()), ("HF_ENDPOINT", &endpoint), ("HF_TOKEN", "secret")];
+        in_own_process("server::own_download", &variables);
+        let asked = asked.lock().unwrap().clone();
+        assert!(asked.iter().all(|request| request.contains("Bearer secret")), "{asked:?}");
+        assert!(
+            !asked.iter().any(|request| request.contains("test-00000")),
+            "only the split is fetched: {asked:?}"
+        );
+        let repo = home.path().join("hub/datasets--owner--data");
+        assert!(!repo.join(".embertune-unfinished").exists());
+    }
+
+    #[test]
+    #[ignore = "run by a_split_is_downloaded_once_and_then_cached"]
+    fn own_download() {
+        for _ in 0..2 {
+            let files = dataset_files("owner/data", None, "train").unwrap();
+            let texts: Vec<String> = files.iter().map(|f| fs::read_to_string(f).unwrap()).collect();
+            assert_eq!(texts, ["first shard", "second shard"]);
+        }
+        let error = text(dataset_files("owner/data", None, "validation").unwrap_err());
+        assert!(error.contains("no split `validation`; there are `test`, `train`"), "{error}");
+        let error = text(dataset_files("owner/nothing", None, "train").unwrap_err());
+        assert!(error.contains("404") && error.contains("owner/nothing"), "{error}");
+    }
+
+    fn answer(mut stream: TcpStream, asked: &std::sync::Mutex<Vec<String>>) {
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        loop {
+            let mut request = String::new();
+            while !request.ends_with("\r\n\r\n") {
+                if reader.read_line(&mut request).unwrap_or(0) == 0 {
+                    return;
+                }
+            }
+            asked.lock().unwrap().push(request.clone());
+            let path = request.split_whitespace().nth(1).unwrap_or_default();
+            let (status, body) = reply(path);
+            // A range from its first byte; the hub answers so with the whole length behind the slash.
+            let from = request
+                .to_lowercase()
+                .split_once("bytes=")
+                .and_then(|(_, r)| r.split('-').next()?.parse().ok());
+            let from: usize = from.unwrap_or(0);
+            let part = if request.contains("bytes=0-0") { &body[..1] } else { &body[from.min(body.len())..] };
+            let head = format!(
+                "HTTP/1.1 {status}\r\nContent-Length: {}\r\nContent-Range: bytes {from}-{}/{}\r\nETag: \"{:x}\"\r\nX-Repo-Commit: c0ffee\r\n\r\n",
+                part.len(),
+                body.len().saturating_sub(1),
+                body.len(),
+                xxhash_rust::xxh3::xxh3_64(body.as_bytes()),
+            );
+            if stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(part.as_bytes())).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn reply(path: &str) -> (&'static str, String) {
+        if path == "/api/datasets/owner/data/revision/main" {
+            let siblings: Vec<_> =
+                FILES.iter().map(|(name, _)| serde_json::json!({"rfilename": name})).collect();
+            return ("200 OK", serde_json::json!({"sha": "c0ffee", "siblings": siblings}).to_string());
+        }
+        let file = path.strip_prefix("/datasets/owner/data/resolve/main/");
+        let file = file.and_then(|name| FILES.iter().find(|(file, _)| *file == name));
+        file.map_or(("404 Not Found", "no".to_string()), |(_, content)| {
+            ("206 Partial Content", content.to_string())
+        })
+    }
+}

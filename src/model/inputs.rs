@@ -80,14 +80,15 @@ fn rope(positions: &[u32], config: &HfConfig, device: &Device) -> Rope {
     let (mut cos, mut sin) =
         (Vec::with_capacity(shape[0] * shape[1]), Vec::with_capacity(shape[0] * shape[1]));
     for &position in positions {
-        for _half in 0..2 {
+        let row = cos.len();
+        for &frequency in &frequencies {
             // The angle is rounded to f32 as in Hugging Face; its cosine is taken exactly.
-            let angles = frequencies.iter().map(|&f| f64::from(position as f32 * f));
-            for (sine, cosine) in angles.map(f64::sin_cos) {
-                cos.push(cosine as f32);
-                sin.push(sine as f32);
-            }
+            let (sine, cosine) = f64::from(position as f32 * frequency).sin_cos();
+            cos.push(cosine as f32);
+            sin.push(sine as f32);
         }
+        cos.extend_from_within(row..);
+        sin.extend_from_within(row..);
     }
     let table = |values: Vec<f32>| Tensor::from_data(TensorData::new(values, shape), device);
     Rope { cos: table(cos), sin: table(sin) }
@@ -119,6 +120,13 @@ fn check(batch: &Batch, config: &HfConfig) -> Result<()> {
     if sum != t {
         let parts = &batch.run_tokens;
         return bad(format!("the tokens of the adapter runs {parts:?} sum to {sum}, the batch has {t}"));
+    }
+    let ends = batch.run_tokens.iter().scan(0, |end, n| {
+        *end += n;
+        Some(*end)
+    });
+    if let Some(end) = ends.into_iter().find(|&end| !bounds.contains(&(end as u32))) {
+        return bad(format!("an adapter run ends at token {end}, inside a document: a document has one run"));
     }
     let trained = |n: usize| batch.loss_mask[n].then_some(batch.targets[n]);
     let ids = (0..t).flat_map(|n| [Some(batch.input_ids[n]), trained(n)]).flatten();

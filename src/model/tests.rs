@@ -190,7 +190,8 @@ fn a_missing_or_inconsistent_run_partition_is_an_error() {
     assert!(decoder.inputs(&good, None).is_ok());
     assert!(text(&decoder, vec![]).contains("adapter run"));
     assert!(text(&decoder, vec![7]).contains("sum to 7"));
-    assert!(text(&decoder, vec![4, 4]).contains("2 adapter runs, the model has 1"));
+    assert!(text(&decoder, vec![4, 4]).contains("inside a document"));
+    assert!(text(&decoder, vec![5, 3]).contains("2 adapter runs, the model has 1"));
     decoder.attach_lora(&[spec(2, 2.0, &["q_proj"]), spec(2, 2.0, &["q_proj"])], 1).unwrap();
     assert!(text(&decoder, vec![8]).contains("1 adapter runs, the model has 2"));
     assert!(decoder.inputs(&Batch { run_tokens: vec![5, 3], ..good.clone() }, None).is_ok());
@@ -331,11 +332,14 @@ fn base_bytes(decoder: &Decoder) -> Vec<(String, Vec<u8>)> {
 #[test]
 fn the_base_is_bit_unchanged_and_frozen() {
     let mut decoder = random(false);
-    let before = base_bytes(&decoder);
+    let (before, hash) = (base_bytes(&decoder), decoder.base_hash().unwrap());
     decoder.attach_lora(&[spec(4, 8.0, &["q_proj", "down_proj"])], 3).unwrap();
     let (decoder, losses) = descend(decoder, &batch(&[9, 4], 1), 4, None);
     assert!(losses[3] < losses[0], "{losses:?}");
     assert_eq!(base_bytes(&decoder), before);
+    assert_eq!(decoder.base_hash().unwrap(), hash);
+    let all = random(false).train_all();
+    assert_ne!(shaken(all).base_hash().unwrap(), hash, "the hash sees a change");
     assert!(!decoder.model.norm.weight.val().is_autodiff());
     assert!(decoder.trainable().iter().all(|t| t.name.contains(".adapters.0.")));
     assert_eq!(decoder.trainable().len(), 8);

@@ -2,7 +2,9 @@
 //! fixed order (the module's own), which is all that optimizers, checkpoints and ranks see.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::store::ModuleSnapshot;
 use burn::tensor::{DType, Gradients, Tensor};
+use xxhash_rust::xxh3::Xxh3;
 
 use super::lora::{Adapter, Linear, LoraReport, LoraSpec, Run};
 use super::{Decoder, Modules, Resolved, resolve};
@@ -145,6 +147,20 @@ impl Decoder {
             }
         });
         all
+    }
+
+    /// A hash of names and bytes of the base's parameters: the same before and after a LoRA run.
+    ///
+    /// # Errors
+    /// Where a parameter cannot be read from the device.
+    pub fn base_hash(&self) -> Result<u64> {
+        let mut hash = Xxh3::new();
+        for tensor in self.collect(None, None, false).iter().filter(|t| !t.name.contains(".adapters.")) {
+            let unreadable = |cause| Error::device(format!("cannot read `{}`: {cause}", tensor.name), "");
+            hash.update(tensor.name.as_bytes());
+            hash.update(&tensor.to_bytes().map_err(|e| unreadable(e.to_string()))?);
+        }
+        Ok(hash.digest())
     }
 
     /// The names of the modules that hold parameters, for PEFT's matching rules.

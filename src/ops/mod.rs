@@ -9,6 +9,7 @@ use burn::tensor::{Int, Tensor};
 
 #[cfg(feature = "flex")]
 mod attention;
+mod chunked;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "flex")]
@@ -17,9 +18,9 @@ mod linear;
 mod linear_cross_entropy;
 #[cfg(feature = "flex")]
 mod lora_linear;
+pub mod mapped;
 #[cfg(feature = "flex")]
 mod optim;
-pub mod mapped;
 pub mod plain;
 #[cfg(feature = "flex")]
 mod rms_norm;
@@ -183,7 +184,7 @@ pub fn linear_cross_entropy(
     if flex::takes(&hidden) && flex::takes(&weight) {
         return linear_cross_entropy::linear_cross_entropy(hidden, weight, rows, targets);
     }
-    plain::linear_cross_entropy(hidden, weight, rows, targets)
+    chunked::linear_cross_entropy(hidden, weight, rows, targets)
 }
 
 /// The loss of each of `rows`, as in [`linear_cross_entropy`], without a gradient.

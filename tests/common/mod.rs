@@ -3,3 +3,4 @@
 pub mod goldens;
 pub mod neutral;
 pub mod run;
+pub mod sha256;

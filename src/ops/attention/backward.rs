@@ -28,9 +28,8 @@ pub fn backward(state: &State, grad: &[f32]) -> [Vec<f32>; 3] {
         .with_max_len(1)
         .map_init(Scratch::default, |scratch, task| task.compute(state, grad, pointer, scratch))
         .collect();
-    let [_, k_tracked, v_tracked] = state.tracked;
-    let dk = k_tracked.then(|| gather(layout, &tasks, &sums, |sums| &sums.dk)).unwrap_or_default();
-    let dv = v_tracked.then(|| gather(layout, &tasks, &sums, |sums| &sums.dv)).unwrap_or_default();
+    let dk = if state.tracked[1] { gather(layout, &tasks, &sums, |sums| &sums.dk) } else { Vec::new() };
+    let dv = if state.tracked[2] { gather(layout, &tasks, &sums, |sums| &sums.dv) } else { Vec::new() };
     // SAFETY: the tasks cover all rows and heads, and each writes all of its rows and heads.
     [unsafe { dq.finish() }, dk, dv]
 }

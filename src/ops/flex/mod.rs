@@ -15,6 +15,7 @@ use burn::tensor::{BackendPrimitive, DType, Device, Shape, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
 pub mod gemm;
+mod memory;
 pub mod simd;
 
 /// Whether the CPU version takes this tensor; others go to the plain version.
@@ -72,6 +73,7 @@ pub struct Buffer(Vec<MaybeUninit<f32>>);
 impl Buffer {
     /// Room for `len` elements.
     pub fn new(len: usize) -> Self {
+        memory::keep();
         let mut memory: Vec<MaybeUninit<f32>> = Vec::with_capacity(len);
         // SAFETY: `MaybeUninit` needs no initialisation.
         unsafe { memory.set_len(len) };

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::super::{linear_cross_entropy, plain, token_losses};
+use super::super::{chunked, linear_cross_entropy, plain, token_losses};
 use super::*;
 
 /// Logits up to 20 carry 1e-6 each into the softmax; sums of up to 3000 weights and 600 rows.
@@ -69,6 +69,13 @@ fn linear_cross_entropy_is_the_plain_one() {
                 format!("linear_cross_entropy, {} rows, vocabulary {}", case.rows.len(), case.vocabulary);
             let plain = case.op(plain::linear_cross_entropy);
             compare(&name, &inputs, TOLERANCE, &case.op(linear_cross_entropy), &plain);
+            compare(
+                &format!("chunked {name}"),
+                &inputs,
+                TOLERANCE,
+                &case.op(chunked::linear_cross_entropy),
+                &plain,
+            );
         }
     }
 }

@@ -13,6 +13,7 @@ mod elementwise;
 mod loss;
 mod optim;
 mod products;
+mod timings;
 
 /// One float input of an op, flat; the op reshapes it.
 #[derive(Clone)]
@@ -68,7 +69,7 @@ pub fn run_with(inputs: &[Input], incoming: &[f32], op: &dyn Fn(&[Tensor<1>]) ->
 
 /// The elements of a tensor.
 pub fn floats<const D: usize>(x: Tensor<D>) -> Vec<f32> {
-    x.into_data().to_vec().expect("f32")
+    x.into_data().try_into_vec().expect("f32")
 }
 
 /// Compares two runs, element by element, relative to the largest element of each result.

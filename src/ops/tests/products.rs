@@ -1,8 +1,8 @@
 //! `linear` and `lora_linear`.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
-use super::super::{Dropout, LoraPart, linear, lora_linear, plain};
+use super::super::{Dropout, LoraPart, embedding, linear, lora_linear, plain};
 use super::*;
 
 /// 6e-8 · sqrt(1536) ≈ 2.4e-6, times two.
@@ -104,7 +104,6 @@ fn lora_linear_is_the_plain_one() {
     for (n, layer) in layers().into_iter().enumerate() {
         let inputs = layer.inputs();
         for tracked in 0..16 {
-            // The weight is left tracked in a few of the cases only: it is frozen as a rule.
             let inputs: Vec<_> = (inputs.iter().enumerate())
                 .map(|(i, input)| if tracked >> i & 1 == 1 { input.clone() } else { input.clone().frozen() })
                 .collect();
@@ -173,4 +172,44 @@ fn a_run_computes_as_if_alone() {
             );
         }
     }
+}
+
+/// Transposed and cut-out tensors are read by their strides.
+#[test]
+fn views_are_read_as_what_they_show() {
+    let [t, inner, out] = [70, 24, 40];
+    let inputs = [random((t + 9) * inner, 9), random(inner * out, 10)];
+    let views = |op: Linear| {
+        move |x: &[Tensor<1>]| {
+            let rows = x[0].clone().reshape([t + 9, inner]).narrow(0, 5, t);
+            let weight = x[1].clone().reshape([inner, out]).transpose();
+            op(rows, weight).transpose().reshape([-1])
+        }
+    };
+    compare("linear of views", &inputs, TOLERANCE, &views(linear), &views(plain::linear));
+}
+
+/// The gradient of a row is the sum of those of its tokens, in their order.
+#[test]
+fn embedding_gradient_adds_up_repeated_ids() {
+    let (v, e) = (50, 8);
+    let ids: Vec<i64> = (0..300).map(|n| (n * n + 3) % 17).collect();
+    let op = |x: &[Tensor<1>]| {
+        let data = TensorData::new(ids.clone(), [ids.len()]);
+        let ids = Tensor::<1, Int>::from_data(data, &Device::flex());
+        embedding(ids, x[0].clone().reshape([v, e])).reshape([-1])
+    };
+    let weight = random(v * e, 11);
+    let [out, gradient] = <[Vec<f32>; 2]>::try_from(run(&[weight.clone()], &op)).expect("two results");
+    let incoming = random(ids.len() * e, 999).values;
+    let mut expected = vec![0.0f32; v * e];
+    for (n, &id) in ids.iter().enumerate() {
+        for c in 0..e {
+            let at = id as usize * e + c;
+            assert_eq!(out[n * e + c], weight.values[at]);
+            expected[at] += incoming[n * e + c];
+        }
+    }
+    assert_eq!(gradient, expected);
+    assert_same_bits("embedding", &[random(v * e, 11)], &op);
 }
