@@ -164,6 +164,10 @@ impl RunFolder {
                 self.set_later_aside(if skip { 0 } else { *step }, note)
             }
             Start::Fresh => {
+                if config.ckpt.as_ref().is_some_and(|c| c.resume_step.is_some()) {
+                    let place = self.checkpoints.display();
+                    note(format!("no checkpoint in `{place}`: starting from the beginning"));
+                }
                 if self.metrics().exists() {
                     folder::set_aside(&self.metrics())?;
                 }

@@ -108,12 +108,15 @@ impl StepMetrics {
             }
         }
         let time = &self.time;
-        row.insert("time/step".into(), json!(time.step()));
-        row.insert("time/data".into(), json!(time.data));
-        row.insert("time/forward_backward".into(), json!(time.forward_backward));
-        row.insert("time/optimizer".into(), json!(time.optimizer));
-        row.insert("time/val".into(), json!(time.val));
-        row.insert("time/save_ckpt".into(), json!(time.save_ckpt));
+        let phases = [
+            ("step", time.step()),
+            ("data", time.data),
+            ("forward_backward", time.forward_backward),
+            ("optimizer", time.optimizer),
+            ("val", time.val),
+            ("save_ckpt", time.save_ckpt),
+        ];
+        row.extend(phases.map(|(name, seconds)| (format!("time/{name}"), json!(seconds))));
         Value::Object(row)
     }
 }

@@ -14,7 +14,8 @@ pub use plain::{LineFormat, Plain};
 
 /// Listener of a run.
 pub trait Report {
-    /// Something long before the first step is under way, `done` of `total`: `loading weights`.
+    /// Something long before the first step is under way, `done` of `total` (0: who knows how many):
+    /// `loading weights`.
     fn progress(&mut self, what: &str, done: usize, total: usize);
     /// Setup is done.
     fn start(&mut self, run: &RunInfo);

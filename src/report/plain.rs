@@ -7,6 +7,9 @@ use tracing::Level;
 
 use super::{Event, Report, RunInfo, StepMetrics, Summary, gib};
 
+/// Loading fewer bytes than this isn't worth a line.
+const SMALL: usize = 1 << 28;
+
 /// How a line looks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LineFormat {
@@ -22,8 +25,8 @@ pub struct Plain<W> {
     out: W,
     format: LineFormat,
     level: Level,
-    /// The tenth of the progress that was last written.
-    tenth: Option<usize>,
+    /// The part of the progress that was last written.
+    written: Option<usize>,
 }
 
 impl Plain<std::io::Stderr> {
@@ -36,7 +39,7 @@ impl Plain<std::io::Stderr> {
 impl<W: Write> Plain<W> {
     /// Lines of this format to any writer.
     pub fn new(out: W, format: LineFormat) -> Self {
-        Self { out, format, level: Level::INFO, tenth: None }
+        Self { out, format, level: Level::INFO, written: None }
     }
 
     /// Leaves out what is less important than `level` (steps and notes are `INFO`).
@@ -65,11 +68,15 @@ impl<W: Write> Plain<W> {
 
 impl<W: Write> Report for Plain<W> {
     fn progress(&mut self, what: &str, done: usize, total: usize) {
-        let tenth = (10 * done).checked_div(total).unwrap_or(10);
-        // Small models are loaded at once: their progress is no news.
-        if total >= 1 << 28 && self.tenth != Some(tenth) {
-            self.tenth = Some(tenth);
-            self.line(&format!("{what}: {}0 %", tenth.min(10)));
+        // What is done at once is no news.
+        let (part, line) = match total {
+            0 => (done / 50_000, format!("{what}: {done}")),
+            1..SMALL => return,
+            _ => (10 * done / total, format!("{what}: {} %", 10 * (10 * done / total))),
+        };
+        if part > 0 && self.written != Some(part) {
+            self.written = Some(part);
+            self.line(&line);
         }
     }
 

@@ -3,6 +3,7 @@
 pub mod eval;
 pub mod metrics;
 pub mod optim;
+mod resume;
 pub mod schedule;
 mod setup;
 pub mod sft;

@@ -1,23 +1,21 @@
-//! The pieces of a run's setup: device, model, data, what a checkpoint is held against, sizes.
+//! The pieces of a run's setup: device, model, data, optimizer and schedule, sizes.
 
-use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use xxhash_rust::xxh3::Xxh3;
 
-use super::metrics::{FlopCounts, peak_flops as peak_of};
+use super::metrics::{FlopCounts, peak_flops};
 use super::optim::Optimizer;
-use crate::checkpoint::{Progress, RunFolder, changes};
+use super::resume::Begun;
+use super::schedule::Schedule;
+use super::step::StepOptions;
 use crate::config::{DataConfig, Plan, SftConfig};
-use crate::data::{Batch, ChatTokenizer, Loader, LoaderState, validation_batches};
+use crate::data::{Batch, ChatTokenizer, Loader, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
 use crate::model::{Decoder, HfConfig, LoraSpec};
 use crate::report::{Event, Report, RunInfo};
-use crate::{Error, Result, hub};
+use crate::{Result, hub};
 
 /// The device, with a warning where it will disappoint.
 pub(super) fn device(config: &SftConfig, plan: &Plan, report: &mut dyn Report) -> Result<Selected> {
@@ -97,7 +95,9 @@ pub(super) fn data(
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
             // The order of the data depends on `data.seed` alone.
-            Loader::new(data, tokenizer.clone(), 0, config.num_epochs, vocab_size, longest)?
+            let mut progress = |rows| report.progress("reading rows", rows, 0);
+            let (seed, epochs) = (0, config.num_epochs);
+            Loader::with_progress(data, tokenizer.clone(), seed, epochs, vocab_size, longest, &mut progress)?
         }
         (DataConfig::Fake(data), _) => Loader::fake(data, vocab_size)?,
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
@@ -127,15 +127,35 @@ pub(super) fn last_step(config: &SftConfig, loader: &Loader, done: usize) -> usi
 }
 
 /// A line about what will be trained on.
-pub(super) fn describe_data(loader: &Loader) -> Vec<String> {
+pub(super) fn describe_data(loader: &Loader) -> String {
     let report = loader.report();
     if report.rows == 0 {
-        return vec!["Data: made-up tokens".into()];
+        return "Data: made-up tokens".into();
     }
-    vec![format!(
-        "Data: {} of {} rows, {} tokens, {} trained; {} packed rows of {} tokens an epoch",
-        report.documents, report.rows, report.tokens, report.trained, report.packed_rows, report.seq_len
-    )]
+    format!(
+        "Data: {} of {} rows, {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
+        report.documents,
+        report.rows,
+        report.tokens,
+        report.trained,
+        report.packed_rows,
+        100.0 * report.fill
+    )
+}
+
+pub(super) fn optimizer(config: &SftConfig, model: &Decoder) -> Optimizer {
+    Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config))
+}
+
+pub(super) fn step_options(config: &SftConfig) -> StepOptions {
+    let recompute = config.model.ac.as_ref().map(|ac| ac.freq);
+    StepOptions { recompute, dropout_seed: config.seed }
+}
+
+/// The schedule goes from the step where it began to the end of the run.
+pub(super) fn schedule(config: &SftConfig, begun: &Begun, max_steps: usize) -> Result<Schedule> {
+    let began_at = begun.progress.step.saturating_sub(begun.schedule_step);
+    Schedule::new(&config.scheduler, config.optim.lr, Some(max_steps.saturating_sub(began_at)))
 }
 
 /// Each document of the batches as text, what is trained between ⟦ and ⟧.
@@ -160,143 +180,12 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
     Ok(texts)
 }
 
-/// What a checkpoint is held against.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Keys {
-    /// Keys that have to stay.
-    pub fixed: BTreeMap<String, String>,
-    /// Keys that may change, with a warning.
-    pub settings: BTreeMap<String, String>,
-}
-
-/// Sections whose keys say nothing about the numbers that come out.
-const NEUTRAL: [&str; 9] =
-    ["ckpt", "log", "val", "max_steps", "num_epochs", "output_dir", "clean_output_dir", "dry_run", "device"];
-/// LoRA keys that may change from one process to the next.
-const LORA_SETTINGS: [&str; 2] = ["model.lora.dropout", "model.lora.init_lora_weights"];
-
-pub(super) fn identity(config: &SftConfig, base: &Path) -> Result<Keys> {
-    let table: toml::Table = config.to_toml().parse().expect("a configuration's own text reads back");
-    let mut flat = BTreeMap::new();
-    flatten("", &toml::Value::Table(table), &mut flat);
-    let mut keys = Keys::default();
-    for (key, value) in flat {
-        let section = key.split('.').next().unwrap_or_default();
-        if NEUTRAL.contains(&section) || key == "model.name" || key.starts_with("model.ac") {
-            continue;
-        }
-        let lora = key.starts_with("model.lora") && !LORA_SETTINGS.contains(&key.as_str());
-        if lora || key == "optim.type" {
-            keys.fixed.insert(key, value);
-        } else {
-            keys.settings.insert(key, value);
-        }
-    }
-    keys.fixed.insert("model.name".into(), fingerprint(base)?);
-    Ok(keys)
-}
-
-/// `a.b = value` for each value; lists of words sorted, since their order has no meaning.
-fn flatten(path: &str, value: &toml::Value, flat: &mut BTreeMap<String, String>) {
-    match value {
-        toml::Value::Table(table) => {
-            for (key, value) in table {
-                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-                flatten(&path, value, flat);
-            }
-        }
-        toml::Value::Array(list) if list.iter().all(toml::Value::is_str) => {
-            let mut words: Vec<_> = list.iter().filter_map(toml::Value::as_str).collect();
-            words.sort_unstable();
-            flat.insert(path.into(), words.join(", "));
-        }
-        value => {
-            flat.insert(path.into(), value.to_string());
-        }
-    }
-}
-
-/// Tells base models apart, wherever the folder lies: a hash of `config.json` and, of each weights
-/// file, the size, the first bytes (its header), a stretch in the middle and the end.
-fn fingerprint(base: &Path) -> Result<String> {
-    const STRETCH: u64 = 1 << 16;
-    let mut hash = Xxh3::new();
-    let config = base.join("config.json");
-    hash.update(&fs::read(&config).map_err(|e| Error::io(&config, "read", e))?);
-    let entries = fs::read_dir(base).map_err(|e| Error::io(base, "list", e))?;
-    let mut files: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-    files.retain(|path| path.extension().is_some_and(|e| e == "safetensors"));
-    files.sort();
-    for path in files {
-        let failed = |e| Error::io(&path, "read", e);
-        let mut file = File::open(&path).map_err(failed)?;
-        let size = file.metadata().map_err(failed)?.len();
-        hash.update(&size.to_le_bytes());
-        for start in [0, size / 2, size.saturating_sub(STRETCH)] {
-            let mut bytes = Vec::new();
-            file.seek(SeekFrom::Start(start)).map_err(failed)?;
-            file.by_ref().take(STRETCH).read_to_end(&mut bytes).map_err(failed)?;
-            hash.update(&bytes);
-        }
-    }
-    Ok(format!("a model with fingerprint {:016x}", hash.digest()))
-}
-
-/// What a checkpoint brings.
-pub(super) struct Resumed {
-    pub progress: Progress,
-    pub schedule_step: usize,
-    /// `None` with `ckpt.skip_dataloader`.
-    pub loader: Option<LoaderState>,
-    /// Keys that are other than in the checkpoint and may be.
-    pub changes: Vec<String>,
-}
-
-/// Puts a checkpoint into model and optimizer.
-pub(super) fn resume(
-    config: &SftConfig,
-    folder: &RunFolder,
-    path: &Path,
-    keys: &Keys,
-    model: &mut Decoder,
-    optimizer: &mut Optimizer,
-) -> Result<Resumed> {
-    let ckpt = config.ckpt.as_ref().expect("`ckpt.resume_step` is in `[ckpt]`");
-    let device = model.device();
-    let mut checkpoint = folder.load(path, ckpt.skip_optimizer, &device)?;
-    let mut fixed = keys.fixed.clone();
-    if ckpt.skip_optimizer {
-        fixed.remove("optim.type");
-        checkpoint.state.identity.remove("optim.type");
-    }
-    checkpoint.check_identity(&fixed)?;
-    let trainable = model.trainable();
-    let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
-    let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
-    *model = model.clone().set_trainable(values);
-    let state = checkpoint.state;
-    if !ckpt.skip_optimizer {
-        let file = path.join("optimizer.safetensors");
-        optimizer
-            .restore(checkpoint.optimizer, state.optimizer_updates)
-            .map_err(|message| Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`"))?;
-    }
-    let changes = changes(&state.settings, &keys.settings);
-    Ok(Resumed {
-        progress: if ckpt.skip_progress { Progress::default() } else { state.progress },
-        schedule_step: if ckpt.skip_scheduler { 0 } else { state.schedule_step },
-        loader: (!ckpt.skip_dataloader).then_some(state.loader),
-        changes,
-    })
-}
-
 pub(super) fn info(
     config: &SftConfig,
     selected: &Selected,
     model: &Decoder,
     details: Vec<String>,
-    max_steps: usize,
-    step: usize,
+    (step, max_steps): (usize, usize),
 ) -> RunInfo {
     let counts = model.parameter_counts();
     let hardware = hardware_name(&selected.device).map(|name| format!(" ({name})"));
@@ -313,13 +202,28 @@ pub(super) fn info(
     }
 }
 
-/// The peak of the device, if it is known for the type that the model computes in.
-pub(super) fn peak_flops(selected: &Selected, model: &Decoder) -> Option<f64> {
-    let half = matches!(model.dtype(), DType::BF16 | DType::F16);
-    hardware_name(&selected.device).filter(|_| half).as_deref().and_then(peak_of)
+/// What model FLOPs utilisation is computed from.
+#[derive(Debug)]
+pub(super) struct Speed {
+    flops: FlopCounts,
+    /// The device's peak, if it is known for the type that the model computes in.
+    peak: Option<f64>,
 }
 
-pub(super) fn flop_counts(model: &Decoder) -> FlopCounts {
+impl Speed {
+    pub fn new(selected: &Selected, model: &Decoder) -> Self {
+        let half = matches!(model.dtype(), DType::BF16 | DType::F16);
+        let peak = hardware_name(&selected.device).filter(|_| half).as_deref().and_then(peak_flops);
+        Self { flops: flop_counts(model), peak }
+    }
+
+    /// Percent of the peak.
+    pub fn mfu(&self, batches: &[Batch], seconds: f64) -> Option<f64> {
+        self.peak.map(|peak| 100.0 * self.flops.of_step(batches) / seconds / peak)
+    }
+}
+
+fn flop_counts(model: &Decoder) -> FlopCounts {
     let c = model.config();
     let (e, d) = (c.hidden_size, c.head_dim);
     let attention = 2 * e * d * (c.num_attention_heads + c.num_key_value_heads);
@@ -342,7 +246,7 @@ pub(super) fn flop_counts(model: &Decoder) -> FlopCounts {
 }
 
 /// What full fine-tuning holds its weights in between steps; adapters always in f32.
-pub(super) fn optimization_dtype(config: &SftConfig) -> DType {
+fn optimization_dtype(config: &SftConfig) -> DType {
     match config.model.optimization_dtype.as_str() {
         "bfloat16" if config.model.lora.is_none() => DType::BF16,
         _ => DType::F32,

@@ -11,20 +11,20 @@
 //! # }
 //! ```
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::eval::held_out_loss;
-use super::metrics::{FlopCounts, MetricsFile, peak_process_bytes};
+use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
+use super::resume::{self, Begun};
 use super::schedule::Schedule;
 use super::setup;
 use super::step::{StepOptions, forward_backward};
 use crate::checkpoint::{Named, Progress, RunFolder, Start, State, folder};
 use crate::config::{Plan, SftConfig};
-use crate::data::{Batch, Loader};
+use crate::data::Batch;
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
@@ -91,20 +91,15 @@ impl SftLearner {
 struct Run<'a> {
     config: &'a SftConfig,
     folder: RunFolder,
-    /// Where the base model was read from.
-    base: PathBuf,
     model: Decoder,
-    loader: Loader,
-    tokenizer: Option<Arc<crate::data::ChatTokenizer>>,
-    val: Vec<Batch>,
+    data: setup::Data,
     optimizer: Optimizer,
     schedule: Schedule,
     schedule_step: usize,
     max_steps: usize,
     options: StepOptions,
-    flops: FlopCounts,
-    peak_flops: Option<f64>,
-    identity: setup::Keys,
+    speed: setup::Speed,
+    keys: resume::Keys,
     progress: Progress,
     metrics: MetricsFile,
     summary: Summary,
@@ -119,68 +114,41 @@ impl<'a> Run<'a> {
         let folder = RunFolder::new(config);
         let start = folder.start(config)?;
 
-        // Device, model, adapters.
+        // ---- device, model, adapters, data, optimizer ----
         let selected = setup::device(config, plan, report)?;
         let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
+        let mut data = setup::data(config, &base, &model, report)?;
+        details.push(setup::describe_data(&data.loader));
+        let mut optimizer = setup::optimizer(config, &model);
 
-        // Data.
-        let data = setup::data(config, &base, &model, report)?;
-        let setup::Data { tokenizer, mut loader, val } = data;
-        details.extend(setup::describe_data(&loader));
-
-        // Optimizer.
-        let held_in = setup::optimization_dtype(config);
-        let mut optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(held_in);
-        let identity = setup::identity(config, &base)?;
-
-        // What an earlier process left.
-        let mut progress = Progress::default();
-        let mut schedule_step = 0;
-        if let Start::Resume { path, .. } = &start {
-            let resumed = setup::resume(config, &folder, path, &identity, &mut model, &mut optimizer)?;
-            resumed.changes.iter().for_each(|c| report.event(&Event::Warning(c.clone())));
-            (progress, schedule_step) = (resumed.progress, resumed.schedule_step);
-            if let Some(state) = resumed.loader {
-                loader.restore(state)?;
+        // ---- what an earlier process left ----
+        let keys = resume::keys(config, &base)?;
+        let begun = match &start {
+            Start::Fresh => Begun::default(),
+            Start::Resume { path, .. } => {
+                resume::resume(config, &folder, path, &keys, (&mut model, &mut optimizer, &mut data.loader))?
             }
-        } else if config.ckpt.as_ref().is_some_and(|c| c.resume_step.is_some()) {
-            let place = folder.checkpoints.display();
-            report.event(&Event::Warning(format!("no checkpoint in `{place}`: starting from the beginning")));
-        }
-        let max_steps = setup::last_step(config, &loader, progress.step);
-        let schedule_length = max_steps.saturating_sub(progress.step.saturating_sub(schedule_step));
-        let schedule = Schedule::new(&config.scheduler, config.optim.lr, Some(schedule_length))?;
+        };
+        let max_steps = setup::last_step(config, &data.loader, begun.progress.step);
+        let schedule = setup::schedule(config, &begun, max_steps)?;
 
-        // The run's folder.
+        // ---- the run's folder ----
         folder.make_ready(config, &start, &mut |note| report.event(&Event::Note(note)))?;
         folder.write_config(&config.to_toml())?;
-        let metrics = MetricsFile::open(&folder.metrics(), progress.step)?;
+        let metrics = MetricsFile::open(&folder.metrics(), begun.progress.step)?;
 
-        let dropout_seed = config.seed;
-        let recompute = config.model.ac.as_ref().map(|ac| ac.freq);
-        let info = setup::info(config, &selected, &model, details, max_steps, progress.step);
-        report.start(&info);
-        Ok(Self {
-            config,
-            folder,
-            flops: setup::flop_counts(&model),
-            peak_flops: setup::peak_flops(&selected, &model),
-            summary: Summary { base: base.clone(), steps: progress.step, ..Summary::default() },
-            base,
-            model,
-            loader,
-            tokenizer,
-            val,
-            optimizer,
-            schedule,
-            schedule_step,
-            max_steps,
-            options: StepOptions { recompute, dropout_seed },
-            identity,
-            progress,
-            metrics,
-            started,
-        })
+        report.start(&setup::info(config, &selected, &model, details, (begun.progress.step, max_steps)));
+        begun.changes.iter().for_each(|change| report.event(&Event::Warning(change.clone())));
+        let speed = setup::Speed::new(&selected, &model);
+        let options = setup::step_options(config);
+        let summary = Summary { base, steps: begun.progress.step, ..Summary::default() };
+        let (schedule_step, progress) = (begun.schedule_step, begun.progress);
+        #[rustfmt::skip]
+        let run = Self {
+            config, folder, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            progress, metrics, summary, started,
+        };
+        Ok(run)
     }
 
     /// The loop.
@@ -198,7 +166,7 @@ impl<'a> Run<'a> {
 
             // ---- data: the micro-batches of one optimizer step ----
             let clock = Instant::now();
-            let Some(batches) = self.loader.next_step()? else { break };
+            let Some(batches) = self.data.loader.next_step()? else { break };
             self.log_data(&batches, report)?;
             time.data = clock.elapsed().as_secs_f64();
 
@@ -232,10 +200,9 @@ impl<'a> Run<'a> {
             time.val = clock.elapsed().as_secs_f64();
 
             // ---- tell: a line and a row ----
-            let flops = self.flops.of_step(&batches);
             let metrics = StepMetrics {
                 step,
-                epoch: self.loader.epoch(),
+                epoch: self.data.loader.epoch(),
                 loss: update.map_or(0.0, |u| u.loss),
                 grad_norm: update.map_or(0.0, |u| u.grad_norm),
                 lr,
@@ -244,7 +211,7 @@ impl<'a> Run<'a> {
                 total_tokens: self.progress.tokens,
                 total_trained_tokens: self.progress.trained_tokens,
                 total_rows: self.progress.rows,
-                mfu: self.peak_flops.map(|peak| 100.0 * flops / time.step() / peak),
+                mfu: self.speed.mfu(&batches, time.step()),
                 peak_bytes: peak_process_bytes(),
                 device_bytes: self.model.device().memory_pool_usage().map(|m| m.bytes_reserved),
                 time,
@@ -291,7 +258,7 @@ impl<'a> Run<'a> {
 
     fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
         let clock = Instant::now();
-        let loss = held_out_loss(&self.model, &self.val)?;
+        let loss = held_out_loss(&self.model, &self.data.val)?;
         let seconds = clock.elapsed().as_secs_f64();
         report.event(&Event::Validation { step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
@@ -308,7 +275,7 @@ impl<'a> Run<'a> {
     }
 
     fn log_data(&self, batches: &[Batch], report: &mut dyn Report) -> Result<()> {
-        if let (true, Some(tokenizer)) = (self.config.log.log_data, &self.tokenizer) {
+        if let (true, Some(tokenizer)) = (self.config.log.log_data, &self.data.tokenizer) {
             for text in setup::marked_documents(tokenizer, batches)? {
                 report.event(&Event::Note(text));
             }
@@ -339,9 +306,9 @@ impl<'a> Run<'a> {
                 progress: self.progress,
                 schedule_step: self.schedule_step,
                 optimizer_updates: self.optimizer.updates(),
-                loader: self.loader.state(),
-                identity: self.identity.fixed.clone(),
-                settings: self.identity.settings.clone(),
+                loader: self.data.loader.state(),
+                identity: self.keys.fixed.clone(),
+                settings: self.keys.settings.clone(),
             };
             let trainable = self.model.trainable().into_iter().zip(self.model.trainable_values());
             let trainable: Vec<Named> =
@@ -369,7 +336,7 @@ impl<'a> Run<'a> {
                 } else {
                     export::save_model(
                         &self.model,
-                        &self.base,
+                        &self.summary.base,
                         partial,
                         setup::stored_dtype(self.config, &self.model),
                     )

@@ -1,0 +1,144 @@
+//! Going on from a checkpoint: what has to be the same, and putting the state back.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::optim::Optimizer;
+use crate::checkpoint::{Progress, RunFolder, changes};
+use crate::config::SftConfig;
+use crate::data::Loader;
+use crate::model::Decoder;
+use crate::{Error, Result};
+
+/// What a checkpoint is held against.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Keys {
+    /// Keys that have to stay.
+    pub fixed: BTreeMap<String, String>,
+    /// Keys that may change, with a warning.
+    pub settings: BTreeMap<String, String>,
+}
+
+/// Sections whose keys say nothing about the numbers that come out.
+const NEUTRAL: [&str; 9] =
+    ["ckpt", "log", "val", "max_steps", "num_epochs", "output_dir", "clean_output_dir", "dry_run", "device"];
+/// LoRA keys that may change from one process to the next.
+const LORA_SETTINGS: [&str; 2] = ["model.lora.dropout", "model.lora.init_lora_weights"];
+
+pub(super) fn keys(config: &SftConfig, base: &Path) -> Result<Keys> {
+    let table: toml::Table = config.to_toml().parse().expect("a configuration's own text reads back");
+    let mut flat = BTreeMap::new();
+    flatten("", &toml::Value::Table(table), &mut flat);
+    let mut keys = Keys::default();
+    for (key, value) in flat {
+        let section = key.split('.').next().unwrap_or_default();
+        if NEUTRAL.contains(&section) || key == "model.name" || key.starts_with("model.ac") {
+            continue;
+        }
+        let lora = key.starts_with("model.lora") && !LORA_SETTINGS.contains(&key.as_str());
+        if lora || key == "optim.type" {
+            keys.fixed.insert(key, value);
+        } else {
+            keys.settings.insert(key, value);
+        }
+    }
+    keys.fixed.insert("model.name".into(), fingerprint(base)?);
+    Ok(keys)
+}
+
+/// `a.b = value` for each value; lists of words sorted, since their order has no meaning.
+fn flatten(path: &str, value: &toml::Value, flat: &mut BTreeMap<String, String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (key, value) in table {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                flatten(&path, value, flat);
+            }
+        }
+        toml::Value::Array(list) if list.iter().all(toml::Value::is_str) => {
+            let mut words: Vec<_> = list.iter().filter_map(toml::Value::as_str).collect();
+            words.sort_unstable();
+            flat.insert(path.into(), words.join(", "));
+        }
+        value => {
+            flat.insert(path.into(), value.to_string());
+        }
+    }
+}
+
+/// Tells base models apart, wherever the folder lies: a hash of `config.json` and, of each weights
+/// file, the size, the first bytes (its header), a stretch in the middle and the end.
+fn fingerprint(base: &Path) -> Result<String> {
+    const STRETCH: u64 = 1 << 16;
+    let mut hash = Xxh3::new();
+    let config = base.join("config.json");
+    hash.update(&fs::read(&config).map_err(|e| Error::io(&config, "read", e))?);
+    let entries = fs::read_dir(base).map_err(|e| Error::io(base, "list", e))?;
+    let mut files: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    files.retain(|path| path.extension().is_some_and(|e| e == "safetensors"));
+    files.sort();
+    for path in files {
+        let failed = |e| Error::io(&path, "read", e);
+        let mut file = File::open(&path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
+        hash.update(&size.to_le_bytes());
+        for start in [0, size / 2, size.saturating_sub(STRETCH)] {
+            let mut bytes = Vec::new();
+            file.seek(SeekFrom::Start(start)).map_err(failed)?;
+            file.by_ref().take(STRETCH).read_to_end(&mut bytes).map_err(failed)?;
+            hash.update(&bytes);
+        }
+    }
+    Ok(format!("a model with fingerprint {:016x}", hash.digest()))
+}
+
+/// Where a run is when its loop begins.
+#[derive(Debug, Default)]
+pub(super) struct Begun {
+    pub progress: Progress,
+    pub schedule_step: usize,
+    /// Keys that are other than in the checkpoint, and may be.
+    pub changes: Vec<String>,
+}
+
+/// Puts a checkpoint into model, optimizer and loader, as far as the `ckpt.skip_*` keys leave them.
+pub(super) fn resume(
+    config: &SftConfig,
+    folder: &RunFolder,
+    path: &Path,
+    keys: &Keys,
+    (model, optimizer, loader): (&mut Decoder, &mut Optimizer, &mut Loader),
+) -> Result<Begun> {
+    let ckpt = config.ckpt.as_ref().expect("`ckpt.resume_step` is in `[ckpt]`");
+    let mut checkpoint = folder.load(path, ckpt.skip_optimizer, &model.device())?;
+    let mut fixed = keys.fixed.clone();
+    if ckpt.skip_optimizer {
+        fixed.remove("optim.type");
+        checkpoint.state.identity.remove("optim.type");
+    }
+    checkpoint.check_identity(&fixed)?;
+    let trainable = model.trainable();
+    let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
+    let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
+    *model = model.clone().set_trainable(values);
+    let state = checkpoint.state;
+    if !ckpt.skip_optimizer {
+        let failed = |message| {
+            let file = path.join("optimizer.safetensors");
+            Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`")
+        };
+        optimizer.restore(checkpoint.optimizer, state.optimizer_updates).map_err(failed)?;
+    }
+    if !ckpt.skip_dataloader {
+        loader.restore(state.loader)?;
+    }
+    Ok(Begun {
+        progress: if ckpt.skip_progress { Progress::default() } else { state.progress },
+        schedule_step: if ckpt.skip_scheduler { 0 } else { state.schedule_step },
+        changes: changes(&state.settings, &keys.settings),
+    })
+}
