@@ -1,4 +1,4 @@
-//! Files compiled into the program: the tiny model and data of the default run.
+//! Files compiled into the program: the tiny model and data of the default run (`assets/README.md`).
 
 /// A folder that is compiled in.
 pub(crate) struct Asset {
@@ -8,5 +8,14 @@ pub(crate) struct Asset {
     pub files: &'static [(&'static str, &'static [u8])],
 }
 
+macro_rules! folder {
+    ($name:literal, $folder:literal: $($file:literal),+) => {
+        Asset { name: $name, files: &[$(($file, include_bytes!(concat!("../assets/", $folder, "/", $file)))),+] }
+    };
+}
+
 /// All of them.
-pub(crate) const ASSETS: &[Asset] = &[];
+pub(crate) const ASSETS: &[Asset] = &[
+    folder!("embertune/tiny", "tiny": "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    folder!("embertune/reverse-text", "reverse-text": "train.jsonl", "validation.jsonl"),
+];
