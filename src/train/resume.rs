@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::optim::Optimizer;
 use crate::checkpoint::{Progress, RunFolder, changes};
-use crate::config::SftConfig;
+use crate::config::{SchedulerConfig, SftConfig};
 use crate::data::Loader;
 use crate::model::Decoder;
 use crate::{Error, Result};
@@ -24,8 +24,8 @@ pub(super) struct Keys {
 }
 
 /// Sections whose keys say nothing about the numbers that come out.
-const NEUTRAL: [&str; 9] =
-    ["ckpt", "log", "val", "max_steps", "num_epochs", "output_dir", "clean_output_dir", "dry_run", "device"];
+const NEUTRAL: [&str; 8] =
+    ["ckpt", "log", "val", "num_epochs", "output_dir", "clean_output_dir", "dry_run", "device"];
 /// LoRA keys that may change from one process to the next.
 const LORA_SETTINGS: [&str; 2] = ["model.lora.dropout", "model.lora.init_lora_weights"];
 
@@ -45,6 +45,11 @@ pub(super) fn keys(config: &SftConfig, base: &Path) -> Result<Keys> {
         } else {
             keys.settings.insert(key, value);
         }
+    }
+    if matches!(config.scheduler, SchedulerConfig::Constant | SchedulerConfig::Linear { decay_steps: 0, .. })
+    {
+        // Only the decay depends on where the run ends.
+        keys.settings.remove("max_steps");
     }
     keys.fixed.insert("model.name".into(), fingerprint(base)?);
     Ok(keys)
