@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use burn::tensor::DType;
 use clap::{Parser, Subcommand};
 use tracing::Level;
 
@@ -41,6 +42,9 @@ enum Command {
         /// Folder to write, which must not exist.
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
+        /// How to store the merged weights: `float32` keeps all that training changed. Default: the base's own.
+        #[arg(long, value_parser = ["float32", "float16", "bfloat16"])]
+        dtype: Option<String>,
     },
 }
 
@@ -54,7 +58,7 @@ pub fn run() -> Result<()> {
             print(&format!("{SFT_USAGE}\n{}", config::reference()))
         }
         Command::Sft { args } => sft(&args),
-        Command::Merge { base, adapter, out } => merge(&base, &adapter, &out),
+        Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     }
 }
 
@@ -144,7 +148,9 @@ fn next_steps(config: &SftConfig, args: &[String], summary: &Summary) -> String 
         text += &format!("Weights: {}\n", weights.display());
     }
     if summary.checkpoint.is_some() {
-        let args: Vec<String> = args.iter().map(|a| quoted(Path::new(a))).collect();
+        // Without what the second command must not do again.
+        let args: Vec<String> =
+            args.iter().filter(|a| *a != "--clean-output-dir").map(|a| quoted(Path::new(a))).collect();
         let steps = 2 * summary.steps;
         text += &format!(
             "Go on training:\n  embertune sft {} --ckpt.resume-step -1 --max-steps {steps}\n",
@@ -165,9 +171,14 @@ fn quoted(path: &Path) -> String {
     }
 }
 
-fn merge(base: &Path, adapter: &Path, out: &Path) -> Result<()> {
+fn merge(base: &Path, adapter: &Path, out: &Path, dtype: Option<&str>) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
-    let report = export::merge(base, adapter, out)?;
+    let dtype = dtype.map(|name| match name {
+        "float32" => DType::F32,
+        "float16" => DType::F16,
+        _ => DType::BF16,
+    });
+    let report = export::merge_as(base, adapter, out, dtype)?;
     for warning in &report.warnings {
         tracing::warn!("{warning}");
     }
