@@ -12,7 +12,10 @@ use std::sync::{Arc, OnceLock};
 
 use common::goldens::{json, root};
 use common::neutral::Case;
-use embertune::config::{LossMaskConfig, SftDataConfig, TokenizerConfig};
+use embertune::config::{
+    FakeDataConfig, FakeInputIds, FakeLength, LossMaskConfig, SftDataConfig, StoppingStrategy,
+    TokenizerConfig,
+};
 use embertune::data::{
     Batch, Body, ChatTokenizer, Loader, LoaderState, Row, Sample, read_rows, validation_batches,
 };
@@ -382,4 +385,167 @@ fn other_roles_are_trained_on_their_words_alone() {
     let answer = "<think>\n\n</think>\n\nyes<|im_end|>";
     assert_eq!(trained(LossMaskConfig { assistant: true, ..none }), [answer], "`train: false` is obeyed");
     assert_eq!(trained(LossMaskConfig { system: true, ..LossMaskConfig::default() }), ["Be kind.", answer]);
+}
+
+#[test]
+fn fake_data_are_made_from_their_number_alone() {
+    let config = FakeDataConfig { seq_len: 32, batch_size: 3, micro_batch_size: 1, ..Default::default() };
+    let steps = |config: &FakeDataConfig, n: usize| {
+        let mut loader = Loader::fake(config, 5).unwrap();
+        (0..n).flat_map(|_| loader.next_step().unwrap().unwrap()).collect::<Vec<_>>()
+    };
+    let fixed =
+        FakeDataConfig { length: FakeLength::Fixed, input_ids: FakeInputIds::Increasing, ..config.clone() };
+    for (k, batch) in steps(&fixed, 3).iter().enumerate() {
+        assert_eq!(batch.input_ids, vec![k as u32 % 5; 32], "every token of document k is k");
+        assert_eq!(batch.cu_seqlens, [0, 32]);
+        assert_eq!(batch.trained_tokens(), 31);
+    }
+    let variable = FakeDataConfig { length: FakeLength::Variable, input_ids: FakeInputIds::Random, ..config };
+    let batches = steps(&variable, 40);
+    assert!(batches.iter().all(|batch| batch.input_ids.iter().all(|&id| id < 5)));
+    let full = batches
+        .iter()
+        .filter(|batch| *batch.position_ids.last().unwrap() != 0 || batch.targets.iter().any(|&t| t != 0));
+    assert!(full.count() > 100, "rows hold documents");
+    assert_ne!(batches, steps(&FakeDataConfig { seed: 1, ..variable.clone() }, 40));
+
+    let mut whole = Loader::fake(&variable, 5).unwrap();
+    (0..7).for_each(|_| drop(whole.next_step()));
+    let mut resumed = Loader::fake(&variable, 5).unwrap();
+    resumed.restore(whole.state()).unwrap();
+    assert_eq!(resumed.next_step().unwrap(), whole.next_step().unwrap());
+    assert_eq!(resumed.remaining_steps(), None);
+}
+
+#[test]
+fn subsets_and_splits_are_interleaved() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, rows) in [("en/train.jsonl", 3), ("de/train.jsonl", 6), ("de/test.jsonl", 2)] {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let line = |i| value!({"prompt": "p", "completion": format!("{name} {i}")}).to_string() + "\n";
+        std::fs::write(path, (0..rows).map(line).collect::<String>()).unwrap();
+    }
+    let rows = |config: SftDataConfig| {
+        let config = SftDataConfig { shuffle: false, ..config };
+        let loader = loader(&config, Some(1)).unwrap_or_else(|e| panic!("{e}"));
+        (loader.report().rows, loader.report().documents, loader.report().packed_rows)
+    };
+    let both = SftDataConfig { subsets: Some(vec!["en".into(), "de".into()]), ..data_config(dir.path(), 64) };
+    let first = SftDataConfig { stopping_strategy: StoppingStrategy::FirstExhausted, ..both.clone() };
+    // 64 tokens hold one of these documents: packed rows count what an epoch lists.
+    assert_eq!(rows(both.clone()), (9, 9, 12), "the short one repeats until the long one is used up");
+    assert_eq!(rows(first), (9, 9, 6));
+    let splits = SftDataConfig { splits: Some(vec!["train".into(), "test".into()]), ..both.clone() };
+    assert_eq!(rows(splits), (5, 5, 6), "a subset and a split make a pair");
+    let test = SftDataConfig { subsets: Some(vec!["de".into()]), splits: Some(vec!["test".into()]), ..both };
+    assert_eq!(rows(test.clone()), (2, 2, 2));
+    let wrong = SftDataConfig { splits: Some(vec!["validation".into()]), ..test };
+    let error = loader(&wrong, Some(1)).unwrap_err().to_string();
+    assert!(error.contains("no split `validation`; there are `test`, `train`"), "{error}");
+}
+
+#[test]
+fn the_last_step_is_short_and_its_last_micro_batch_padded() {
+    // 5 documents, one a row: steps of 4 and 1 rows, micro-batches of 2.
+    let rows = |i: usize| value!({"prompt": "p", "completion": format!("answer {i}")}).to_string();
+    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    std::fs::write(file.path(), (0..5).map(rows).collect::<Vec<_>>().join("\n")).unwrap();
+    let longest = samples(&tiny(), file.path()).iter().map(|s| s.ids.len()).max().unwrap();
+    let mut read = 0;
+    let mut loader = Loader::with_progress(
+        &data_config(file.path(), longest),
+        tiny(),
+        0,
+        Some(1),
+        VOCAB,
+        usize::MAX,
+        &mut |rows| read = rows,
+    )
+    .unwrap();
+    assert_eq!((read, loader.remaining_steps(), loader.epoch()), (5, Some(2), 0));
+    assert_eq!(loader.next_step().unwrap().unwrap().len(), 2);
+    assert_eq!(loader.epoch(), 0, "what waits for a row is not handed out");
+    let last = loader.next_step().unwrap().unwrap();
+    assert_eq!(last.len(), 1);
+    assert_eq!(last[0].tokens(), 2 * longest);
+    assert_eq!(documents(&last[0]).len(), 1);
+    assert!(last[0].loss_mask[longest..].iter().all(|&m| !m), "the second row is padding");
+    assert_eq!((loader.next_step().unwrap(), loader.epoch()), (None, 1));
+}
+
+#[test]
+fn text_is_trained_whole_and_ends_in_the_end_token() {
+    let tokenizer = tiny();
+    let got =
+        tokenizer.encode(&row(&value!({"text": "Hi <|im_end|> there"})), &LossMaskConfig::default()).unwrap();
+    let mut want = tokenizer.encode_text("Hi <|im_end|> there").unwrap();
+    want.extend(tokenizer.eos_id());
+    assert_eq!(got, Sample { mask: vec![true; want.len()], ids: want });
+    let tokens = row(&value!({"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}));
+    let got = tokenizer.encode(&tokens, &LossMaskConfig::default()).unwrap();
+    assert_eq!(got, Sample { ids: vec![5, 6, 7], mask: vec![false, true, false] });
+}
+
+/// Rows broken in every place by every kind of value: an error or a mask, never a panic; and what
+/// the user said is never trained.
+#[test]
+fn mutated_rows_never_panic_nor_train_the_user() {
+    let tokenizer = tiny();
+    let odd = [
+        "null",
+        "true",
+        "-1",
+        "1e308",
+        "\"\"",
+        "\"<|im_end|>\\u0000\\u2028\"",
+        "[]",
+        "{}",
+        "[[[[{}]]]]",
+        "[null]",
+        "\"[{\"",
+        "\"é\u{1f469}\u{200d}\u{1f469}\"",
+    ];
+    let (mut good, mut bad) = (0, 0);
+    for (_, case, _) in chat_cases() {
+        let mut columns = case["row"].clone();
+        columns["chat_template_kwargs"] = case["kwargs"].clone();
+        let paths = places(&columns);
+        for (i, path) in paths.iter().enumerate() {
+            let mut mutated = columns.clone();
+            let new: Value = serde_json::from_str(odd[i % odd.len()]).unwrap();
+            *mutated.pointer_mut(path).unwrap() = new;
+            let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+            std::fs::write(file.path(), mutated.to_string()).unwrap();
+            let row = read_rows(file.path()).unwrap().next().expect("a row");
+            let encoded = row.and_then(|row| Ok((tokenizer.encode(&row, &LossMaskConfig::default())?, row)));
+            let Ok((sample, row)) = encoded else {
+                bad += 1;
+                continue;
+            };
+            good += 1;
+            assert_eq!(sample.ids.len(), sample.mask.len());
+            let Body::Chat(conversation) = &row.body else { continue };
+            let assistants =
+                conversation.messages[conversation.context..].iter().any(|m| m["role"] == "assistant");
+            assert_eq!(sample.mask.contains(&true), assistants, "{mutated}");
+        }
+    }
+    assert!(good > 100 && bad > 100, "{good} rows were taken, {bad} refused");
+}
+
+/// JSON pointers of everything in a value.
+fn places(value: &Value) -> Vec<String> {
+    let inside = |key: String, value: &Value| {
+        let key = key.replace('~', "~0").replace('/', "~1");
+        std::iter::once(format!("/{key}"))
+            .chain(places(value).into_iter().map(|p| format!("/{key}{p}")))
+            .collect::<Vec<_>>()
+    };
+    match value {
+        Value::Object(map) => map.iter().flat_map(|(k, v)| inside(k.clone(), v)).collect(),
+        Value::Array(items) => items.iter().enumerate().flat_map(|(i, v)| inside(i.to_string(), v)).collect(),
+        _ => Vec::new(),
+    }
 }

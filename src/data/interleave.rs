@@ -92,7 +92,8 @@ mod tests {
         // datasets.interleave_datasets of [0..2], [2..5] gives these.
         assert_eq!(interleave(&[0..2, 2..5], None, FirstExhausted, 0).unwrap(), [0, 2, 1, 3]);
         assert_eq!(interleave(&[0..2, 2..5], None, AllExhausted, 0).unwrap(), [0, 2, 1, 3, 0, 4]);
-        assert_eq!(interleave(&[3..6], None, FirstExhausted, 0).unwrap(), [3, 4, 5]);
+        let one = std::slice::from_ref(&(3..6));
+        assert_eq!(interleave(one, None, FirstExhausted, 0).unwrap(), [3, 4, 5]);
     }
 
     #[test]

@@ -11,9 +11,9 @@
 //! cu_seqlens      0                     7               12           16
 //! ```
 //!
-//! The way there: [`Loader::new`] reads files row by row (`source`, `parquet`), brings each row into one
-//! form ([`row`](Row)), renders and tokenises it ([`ChatTokenizer`]), and then hands out packed batches
-//! (`order`, `pack`, `batch`) in an order that its seed decides.
+//! The way there: `read` takes files row by row (`source`, `parquet`), brings each [`Row`] into one form
+//! (`row`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
+//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`).
 
 mod batch;
 mod chat;
@@ -24,6 +24,7 @@ mod loader;
 mod order;
 mod pack;
 mod parquet;
+mod read;
 mod report;
 mod row;
 mod source;

@@ -55,6 +55,14 @@ impl Order {
         }
     }
 
+    /// Documents of an epoch; 0 where there are no epochs.
+    pub fn documents_per_epoch(&self) -> u64 {
+        match self {
+            Order::Epochs(epochs) => epochs.listed.len() as u64,
+            Order::Fake { .. } => 0,
+        }
+    }
+
     /// Tokens of document `id`, or `None` where there is no such document.
     pub fn len_of(&self, id: u64) -> Option<usize> {
         match self {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
-use tokenizers::Tokenizer;
+use tokenizers::{Offsets, Tokenizer};
 
 use super::Sample;
 use super::chat::{ChatTemplate, Rendered};
@@ -214,7 +214,7 @@ impl ChatTokenizer {
     }
 
     /// Ids, and byte ranges of the text as it was before normalisation.
-    pub(super) fn tokenise(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>), Fault> {
+    fn tokenise(&self, text: &str) -> Result<(Vec<u32>, Vec<Offsets>), Fault> {
         let encoding = self
             .tokenizer
             .encode(text, false)
@@ -257,7 +257,7 @@ fn same_file(a: &Path, b: &Path) -> bool {
 }
 
 /// Whether each token lies wholly inside one of the ascending `spans`.
-fn mask(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
+fn mask(offsets: &[Offsets], spans: &[Range<usize>]) -> Vec<bool> {
     let mut spans = spans.iter().peekable();
     offsets
         .iter()
@@ -395,6 +395,6 @@ mod tests {
         assert_eq!(mask(&offsets, &spans), [false, true, false, true, false, true, false]);
         assert_eq!(mask(&offsets, &[]), [false; 7]);
         // Several tokens of one character share its range.
-        assert_eq!(mask(&[(0, 4), (0, 4), (4, 5)], &[0..4]), [true, true, false]);
+        assert_eq!(mask(&[(0, 4), (0, 4), (4, 5)], std::slice::from_ref(&(0..4))), [true, true, false]);
     }
 }

@@ -75,10 +75,12 @@ pub(super) fn hub_cache() -> PathBuf {
 
 /// The cached snapshot of a repository's main branch, if there is one and no download was cut.
 pub(super) fn snapshot(repo: &Repo) -> Option<PathBuf> {
+    newest_snapshot(repo).filter(|_| !repo.unfinished_mark().exists())
+}
+
+/// The same, whole or not.
+pub(super) fn newest_snapshot(repo: &Repo) -> Option<PathBuf> {
     let folder = repo.folder();
-    if repo.unfinished_mark().exists() {
-        return None;
-    }
     let commit = fs::read_to_string(folder.join("refs/main")).ok()?;
     Some(folder.join("snapshots").join(commit.trim())).filter(|dir| dir.is_dir())
 }

@@ -28,16 +28,21 @@ pub(super) fn download(repo: &Repo, choose: &Choice) -> Result<(PathBuf, Vec<Str
         hint: "Set `HF_HOME` to a folder that can be written to.".into(),
     };
     fs::create_dir_all(repo.folder()).and_then(|()| fs::write(&mark, "")).map_err(write)?;
-    for file in &files {
-        handle.get(file).map_err(|e| unreachable_hub(repo, &format!("{endpoint} ({file})"), &e))?;
+    // Twice, as files that were cached of an older commit are no part of the new snapshot.
+    for _ in 0..2 {
+        for file in &files {
+            handle.get(file).map_err(|e| unreachable_hub(repo, &format!("{endpoint} ({file})"), &e))?;
+        }
+        let snapshot = cache::newest_snapshot(repo);
+        if let Some(dir) = snapshot.filter(|dir| files.iter().all(|file| dir.join(file).exists())) {
+            fs::remove_file(&mark).map_err(write)?;
+            return Ok((dir, files));
+        }
     }
-    fs::remove_file(&mark).map_err(write)?;
-    let snapshot = cache::snapshot(repo).filter(|dir| files.iter().all(|file| dir.join(file).exists()));
-    let snapshot = snapshot.ok_or_else(|| Problem::Unreachable {
+    Err(Problem::Unreachable {
         why: "the repository changed while it was downloaded".into(),
         hint: "Start again.".into(),
-    })?;
-    Ok((snapshot, files))
+    })
 }
 
 /// A repository whose files are fetched when they are read.
