@@ -209,7 +209,9 @@ fn offline() -> bool {
 /// Nothing by that name: says where was looked and what is nearly called so.
 fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
     let (tried, mut hint) = match hub {
-        Some((why, hint)) => (format!("no such file or folder, and not on the hub: {why}"), hint),
+        Some((why, hint)) => {
+            (format!("no such file or folder, and it could not be had from the hub: {why}"), hint)
+        }
         None => ("no such file or folder (and a hub name is `owner/name`)".to_string(), String::new()),
     };
     if let Some(near) = nearest_sibling(Path::new(name)) {

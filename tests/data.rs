@@ -549,3 +549,42 @@ fn places(value: &Value) -> Vec<String> {
         _ => Vec::new(),
     }
 }
+
+#[test]
+fn templates_are_found_where_transformers_finds_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer_json = root().join("tiny_tokenizer/tokenizer.json");
+    std::fs::copy(tokenizer_json, dir.path().join("tokenizer.json")).unwrap();
+    let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+    let printed = |own: Option<&str>, tools: bool| {
+        let config = TokenizerConfig { chat_template: own.map(str::to_string), ..Default::default() };
+        let tokenizer = ChatTokenizer::load(dir.path(), &config)?;
+        let mut columns = value!({"messages": [{"role": "user", "content": "u"}]});
+        if tools {
+            columns["tools"] = value!([]);
+        }
+        Ok(tokenizer.render(conversation(&row(&columns)), &LossMaskConfig::default())?.text)
+    };
+    let text = |own, tools| printed(own, tools).unwrap_or_else(|e: embertune::Error| panic!("{e}"));
+    assert!(printed(None, false).unwrap_err().to_string().contains("no chat template"));
+
+    let named = value!([{"name": "default", "template": "{{ eos_token }}d"}, {"name": "tool_use", "template": "{{ bos_token }}t"}]);
+    write(
+        "tokenizer_config.json",
+        &value!({"chat_template": named, "eos_token": {"content": "<E>"}, "bos_token": null}).to_string(),
+    );
+    assert_eq!(text(None, false), "<E>d");
+    assert_eq!(text(None, true), "t", "a token that isn't there prints nothing");
+    write("chat_template.jinja", "file");
+    assert_eq!(text(None, true), "file");
+    assert_eq!(text(Some("{{ 'inline' }}"), true), "inline");
+    let error = printed(Some("nowhere.jinja"), false).unwrap_err().to_string();
+    assert!(error.contains("nowhere.jinja") && error.contains("neither a file"), "{error}");
+
+    let out = tempfile::tempdir().unwrap();
+    let config = TokenizerConfig { chat_template: Some("{{ 'inline' }}".into()), ..Default::default() };
+    ChatTokenizer::load(dir.path(), &config).unwrap().copy_files(out.path()).unwrap();
+    let copied = ChatTokenizer::load(out.path(), &TokenizerConfig::default()).unwrap();
+    assert!(copied.has_chat_template());
+    assert_eq!(std::fs::read_to_string(out.path().join("chat_template.jinja")).unwrap(), "{{ 'inline' }}");
+}

@@ -1,5 +1,6 @@
 //! Rows → batches: what is read, in which order, and where one is in it.
 
+use std::fmt;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -35,10 +36,18 @@ pub struct LoaderState {
 }
 
 /// The documents themselves.
-#[derive(Debug, Clone)]
 enum Corpus {
-    Rows(Arc<[Sample]>),
+    Rows(Vec<Sample>),
     Fake(Fake),
+}
+
+impl fmt::Debug for Corpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Corpus::Rows(samples) => write!(f, "{} documents", samples.len()),
+            Corpus::Fake(fake) => fake.fmt(f),
+        }
+    }
 }
 
 /// The stream of batches of one run.
@@ -103,7 +112,7 @@ impl Loader {
         measure_packing(RowPlanner::new(order(Some(1)), data.seq_len), data.seq_len, &mut report);
         let fingerprint = fingerprint(&read.samples, &read.listed, &(seed, data.seq_len));
         Ok(Self {
-            corpus: Corpus::Rows(read.samples.into()),
+            corpus: Corpus::Rows(read.samples),
             planner,
             layout,
             batch_size: data.batch_size,

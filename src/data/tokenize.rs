@@ -26,6 +26,8 @@ pub struct ChatTokenizer {
     bos: Option<u32>,
     pad: Option<u32>,
     template: Option<ChatTemplate>,
+    /// For conversations with tools, where the model has a template of its own for them.
+    tool_template: Option<ChatTemplate>,
     /// `[tokenizer] chat_template`, to be written beside the copied files.
     own_template: Option<String>,
 }
@@ -78,19 +80,30 @@ impl ChatTokenizer {
             .collect();
         special.sort_unstable();
         let own_template = config.chat_template.as_deref().map(template_argument).transpose()?;
-        let template = match own_template.clone() {
-            Some(source) => Some((PathBuf::from("[tokenizer] chat_template"), source)),
-            None => folder_template(&dir, &settings)?,
-        };
         let special_texts = special.iter().map(|(_, text)| text.clone()).collect::<Vec<_>>();
-        let template = template
-            .map(|(path, source)| {
-                let variables = template_variables(&settings);
-                ChatTemplate::new(&source, variables, special_texts).map_err(|fault| fault.at_file(&path))
-            })
-            .transpose()?;
+        let compile = |(path, source): (PathBuf, String)| {
+            ChatTemplate::new(&source, template_variables(&settings), special_texts.clone())
+                .map_err(|fault| fault.at_file(&path))
+        };
+        let (template, tool_template) = match own_template.clone() {
+            Some(source) => (Some((PathBuf::from("[tokenizer] chat_template"), source)), None),
+            None => folder_templates(&dir, &settings)?,
+        };
+        let template = template.map(compile).transpose()?;
+        let tool_template = tool_template.map(compile).transpose()?;
         let special_ids = special.into_iter().map(|(id, _)| id).collect();
-        Ok(Self { dir, tokenizer, vocab_size, special_ids, eos, bos, pad, template, own_template })
+        Ok(Self {
+            dir,
+            tokenizer,
+            vocab_size,
+            special_ids,
+            eos,
+            bos,
+            pad,
+            template,
+            tool_template,
+            own_template,
+        })
     }
 
     /// One more than the highest id.
@@ -132,7 +145,8 @@ impl ChatTokenizer {
     }
 
     fn render_chat(&self, conversation: &Conversation, trained: &LossMaskConfig) -> Result<Rendered, Fault> {
-        let template = self.template.as_ref().ok_or_else(|| {
+        let for_tools = self.tool_template.as_ref().filter(|_| conversation.tools.is_some());
+        let template = for_tools.or(self.template.as_ref()).ok_or_else(|| {
             Fault::new(
                 format!("{} has no chat template, and this row needs one", self.dir.display()),
                 "Name a template in `[tokenizer] chat_template`, or train on a `text` column.",
@@ -357,31 +371,38 @@ fn template_argument(argument: &str) -> Result<String> {
     ))
 }
 
-/// The folder's template: its own file first, as in transformers.
-fn folder_template(dir: &Path, settings: &Map<String, Value>) -> Result<Option<(PathBuf, String)>> {
+/// A template and where it stands.
+type Source = (PathBuf, String);
+
+/// The folder's templates, the general one and the one for tools: its own file first, then
+/// `tokenizer_config.json`, as transformers does it (`get_chat_template`).
+fn folder_templates(dir: &Path, settings: &Map<String, Value>) -> Result<(Option<Source>, Option<Source>)> {
     let path = dir.join(TEMPLATE_FILE);
     if path.is_file() {
         let source = fs::read_to_string(&path).map_err(|e| Error::io(&path, "read", e))?;
-        return Ok(Some((path, source)));
+        return Ok((Some((path, source)), None));
     }
     let path = dir.join(CONFIG_FILE);
-    let source = match settings.get("chat_template") {
-        None | Some(Value::Null) => return Ok(None),
-        Some(Value::String(source)) => Some(source.as_str()),
-        Some(Value::Array(named)) => named
-            .iter()
-            .find(|entry| entry.get("name").is_some_and(|name| name == "default"))
-            .and_then(|entry| entry.get("template")?.as_str()),
-        Some(_) => None,
-    };
-    match source {
-        Some(source) => Ok(Some((path, source.to_string()))),
-        None => Err(Error::model(
-            path,
-            "`chat_template` is neither a string nor a list with one named `default`",
-            "Name a template in `[tokenizer] chat_template`.",
-        )),
+    let found = |source: &str| Some((path.clone(), source.to_string()));
+    match settings.get("chat_template") {
+        None | Some(Value::Null) => return Ok((None, None)),
+        Some(Value::String(source)) => return Ok((found(source), None)),
+        Some(Value::Array(named)) => {
+            let template = |name: &str| {
+                let entry = named.iter().find(|entry| entry.get("name").is_some_and(|n| n == name));
+                found(entry?.get("template")?.as_str()?)
+            };
+            if let Some(default) = template("default") {
+                return Ok((Some(default), template("tool_use")));
+            }
+        }
+        Some(_) => {}
     }
+    Err(Error::model(
+        path,
+        "`chat_template` is neither a string nor a list with one named `default`",
+        "Name a template in `[tokenizer] chat_template`.",
+    ))
 }
 
 #[cfg(test)]
