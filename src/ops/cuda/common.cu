@@ -8,6 +8,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #define INFINITY_F __uint_as_float(0x7f800000u)

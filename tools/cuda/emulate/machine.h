@@ -28,6 +28,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 
 #define DEVICE static inline
+#define METHOD inline
 #define KERNEL extern "C" void
 #define __device__
 #define __forceinline__
@@ -255,6 +256,14 @@ template <class T> static inline T __shfl_xor_sync(u32, T x, int offset) {
     using A = decltype(a);
     machine::meet_warp(&a, [offset](void** s) {
         for (int i = 0; i < 32; i++) ((A*)s[i])->out = ((A*)s[i ^ offset])->in;
+    });
+    return a.out;
+}
+template <class T> static inline T __shfl_sync(u32, T x, int lane) {
+    struct { T in, out; } a{x, {}};
+    using A = decltype(a);
+    machine::meet_warp(&a, [lane](void** s) {
+        for (int i = 0; i < 32; i++) ((A*)s[i])->out = ((A*)s[lane])->in;
     });
     return a.out;
 }
