@@ -7,6 +7,7 @@ torch tensor (its address), an int (32 bits), a float (32 bits), None (null) or 
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -62,10 +63,7 @@ class Emulated:
     def module(self, files, defines):
         files = [f for f in files if f not in ("common.cu", "hopper.cu")]
         text = '#include "machine.h"\n' + nvrtc.source(files) + "\n"
-        import re
-
-        names = re.findall(r"KERNEL[^;{]*?\b(\w+)\(const|KERNEL[^;{]*?\b(\w+)\(", text)
-        names = [a or b for a, b in names if (a or b) not in ("__launch_bounds__",)]
+        names = re.findall(r"\nKERNEL\s+(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)", "", text))
         text += "".join(f"EMULATED({name})\n" for name in names)
         CACHE.mkdir(parents=True, exist_ok=True)
         machine = (HERE / "emulate" / "machine.h").read_text()

@@ -22,6 +22,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
