@@ -102,6 +102,17 @@ class EmulatedModule:
         self.machine.seed += 1
 
 
+def cubin(files, defines, arch):
+    """The path of a module's cubin, compiled if it isn't in the cache."""
+    text = nvrtc.source(files)
+    stem = hashlib.sha256((text + arch + repr(defines)).encode()).hexdigest()[:16]
+    path = CACHE / f"{stem}.cubin"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(nvrtc.compile(text, arch, defines)[0])
+    return path
+
+
 class Card:
     device = "cuda"
 
@@ -120,13 +131,7 @@ class Card:
             raise RuntimeError(f"{what}: {name.value.decode() if name.value else status}")
 
     def module(self, files, defines, arch=None):
-        arch = arch or self.arch
-        text = nvrtc.source(files)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        stem = hashlib.sha256((text + arch + repr(defines)).encode()).hexdigest()[:16]
-        path = CACHE / f"{stem}.cubin"
-        if not path.exists():
-            path.write_bytes(nvrtc.compile(text, arch, defines)[0])
+        path = cubin(files, defines, arch or self.arch)
         module = ctypes.c_void_p()
         self.check(self.driver.cuModuleLoadData(ctypes.byref(module), path.read_bytes()), "cuModuleLoadData")
         return CardModule(self, module)

@@ -17,6 +17,10 @@
 #define PING_PONG 1
 #endif
 
+#ifndef LATE_WAIT
+#define LATE_WAIT 1
+#endif
+
 #define PANELS (HEAD_DIM / 64)
 #define TILE_BYTES (TILE * HEAD_DIM * 2)
 #define CONTROL_BYTES 1024
@@ -370,6 +374,7 @@ KERNEL __launch_bounds__(384, 1)
                 delta[half] = row < w.length ? delta_plane[row] : 0.0f;
             }
             bool started = false;
+            Ring before = k;
             for (int row = w.row; row >= 0; row -= TILE) {
                 k.wait_full();
                 pin(s);
@@ -377,6 +382,11 @@ KERNEL __launch_bounds__(384, 1)
                 products_fence();
                 product_rows<TILE, TILE>(s, q_half, k_tiles + k.slot * TILE_BYTES);
                 products_commit();
+#if LATE_WAIT
+                products_wait<1>();
+                if (started) before.release();
+                before = k;
+#endif
                 v.wait_full();
                 product_rows<TILE, TILE>(dp, d_out_half, v_tiles + v.slot * TILE_BYTES);
                 products_commit();
@@ -402,11 +412,18 @@ KERNEL __launch_bounds__(384, 1)
                 product_columns<TILE>(x, ds, k_tiles + k.slot * TILE_BYTES, started);
                 products_commit();
                 started = true;
+#if !LATE_WAIT
                 products_wait<0>();
                 pin(x);
                 k.release();
+#endif
                 k.advance();
             }
+#if LATE_WAIT
+            products_wait<0>();
+            pin(x);
+            before.release();
+#endif
             q.advance();
             store_warp_rows(store_tile, warp_row, dq + (long long)(w.start + w.row) * dq_stride + w.head * HEAD_DIM, dq_stride,
                             w.length - w.row, x, scale, scale);
@@ -499,7 +516,7 @@ KERNEL __launch_bounds__(384, 1)
             int rounds = group * ((w.length - w.row + QUERIES - 1) / QUERIES);
             int query = w.row; // first query of the block
             bool started = false;
-
+            Ring q_before = q;
             for (; rounds > 0; rounds--) {
                 const u32 q_block = q_blocks + q.slot * BLOCK_BYTES, d_out_block = d_out_blocks + d_out.slot * BLOCK_BYTES;
                 const u32 log_sums = stats_blocks + q.slot * 256, deltas = stats_blocks + 512 + d_out.slot * 256;
@@ -509,6 +526,11 @@ KERNEL __launch_bounds__(384, 1)
                 products_fence();
                 product_rows<TILE, QUERIES>(s, k_half, q_block);
                 products_commit();
+#if LATE_WAIT
+                products_wait<1>();
+                if (started) q_before.release();
+                q_before = q;
+#endif
                 d_out.wait_full();
                 product_rows<TILE, QUERIES>(dp, v_half, d_out_block);
                 products_commit();
@@ -545,16 +567,25 @@ KERNEL __launch_bounds__(384, 1)
                 product_columns<QUERIES>(x, ds, q_block, started);
                 products_commit();
                 started = true;
+#if LATE_WAIT
+                products_wait<1>();
+#else
                 products_wait<0>();
                 pin(x);
-                pin(y);
                 q.release();
-                q.advance();
+#endif
+                pin(y);
                 d_out.release();
+                q.advance();
                 d_out.advance();
                 query += QUERIES;
                 if (query >= w.length) query = w.row;
             }
+#if LATE_WAIT
+            products_wait<0>();
+            pin(x);
+            q_before.release();
+#endif
             threads_sync(3 + half_tile, 128); // the whole warpgroup is done with its rows of k and v
             const long long first = w.start + w.row;
             store_warp_rows(k_tile, warp_row, dk + first * dk_stride + w.head * HEAD_DIM, dk_stride, w.length - w.row, x, scale,
