@@ -28,13 +28,6 @@ def median_ms(run, repeats=9):
     return sorted(a.elapsed_time(b) for a, b in marks)[repeats // 2]
 
 
-# (label, kind, defines)
-VARIANTS = [
-    ("mma", "mma", ()),
-    ("wgmma", "wgmma", ()),
-    ("wgmma, early waits", "wgmma", ("LATE_WAIT=0",)),
-    ("wgmma, no turns", "wgmma", ("PING_PONG=0",)),
-]
 SHAPES = [
     ("8 × 4096", 128, [4096] * 8, 16, 2),
     ("2 × 16384", 128, [16384] * 2, 16, 2),
@@ -50,7 +43,7 @@ def flops(dim, lengths, heads):
     return 4 * dim * heads * sum(n * n / 2 for n in lengths) / 1e9  # per ms = TFLOP/s
 
 
-def bench_attention(machine, shapes=SHAPES, variants=VARIANTS):
+def bench_attention(machine, shapes=SHAPES):
     print(f"{'attention':22} {'variant':18} {'fwd':>7} {'stats':>6} {'dq':>7} {'dkdv':>7} ms   TFLOP/s: {'fwd':>5} {'bwd':>5} {'both':>5}")
     for label, dim, lengths, heads, group in shapes:
         tokens, scale = sum(lengths), dim**-0.5
@@ -59,20 +52,20 @@ def bench_attention(machine, shapes=SHAPES, variants=VARIANTS):
         dk, dv = (torch.empty(tokens, heads // group, dim, device="cuda", dtype=BF16) for _ in range(2))
         lse = torch.empty(heads, tokens, device="cuda")
         work = flops(dim, lengths, heads)
-        for name, kind, defines in variants:
+        for kind in ("mma", "wgmma") if machine.arch == "sm_90a" else ("mma",):
             if kind == "mma" and tokens > 60000:
                 continue
             try:
-                run = attention.Attention(machine, dim, lengths, heads, group, kind, defines)
+                run = attention.Attention(machine, dim, lengths, heads, group, kind)
                 forward = median_ms(lambda: run.forward(q, k, v, out, lse, scale))
                 stats = median_ms(lambda: run.prepare(out, d_out, lse))
                 a = median_ms(lambda: run.d_query(q, k, v, d_out, dq, scale))
                 b = median_ms(lambda: run.d_key_value(q, k, v, d_out, dk, dv, scale))
             except RuntimeError as error:
-                print(f"{label:22} {name:18} {error}")
+                print(f"{label:22} {kind:18} {error}")
                 continue
             backward = stats + a + b
-            print(f"{label:22} {name:18} {forward:7.3f} {stats:6.3f} {a:7.3f} {b:7.3f}               "
+            print(f"{label:22} {kind:18} {forward:7.3f} {stats:6.3f} {a:7.3f} {b:7.3f}               "
                   f"{work / forward:5.0f} {2.5 * work / backward:5.0f} {3.5 * work / (forward + backward):5.0f}", flush=True)  # fmt: skip
 
 
@@ -117,12 +110,10 @@ def bench_elementwise(machine, t=32768):
         stride = y.stride(0)
         show(f"rms_norm {dim}, residual", median_ms(lambda: module.launch("rms_norm_forward", grid, block, 0, x, r, w, h, y, dim, dim, dim, stride, t, eps)), 4 * mb)  # fmt: skip
         show(f"rms_norm {dim}", median_ms(lambda: module.launch("rms_norm_forward", grid, block, 0, x, None, w, None, y, dim, dim, dim, stride, t, eps)), 2 * mb)  # fmt: skip
-        show(f"rms_norm {dim} backward, residual, all blocks", median_ms(lambda: module.launch("rms_norm_backward", grid, block, 0, h, w, dy, r, x, dim, dim, dim, dim, t, eps)), 4 * mb)  # fmt: skip
-        for times in (2, 4, 8):
-            n = times * machine.multiprocessors
-            partials, dw = torch.empty(n, dim, device=dev), torch.empty(dim, device=dev)
-            show(f"  the same, {times} blocks a multiprocessor", median_ms(lambda: module.launch("rms_norm_backward", n, block, 0, h, w, dy, r, x, dim, dim, dim, dim, t, eps)), 4 * mb)  # fmt: skip
-            show("  with the weight's gradient", median_ms(lambda: module.launch("rms_norm_backward_weight", n, block, 0, h, w, dy, r, x, partials, dim, dim, dim, dim, t, eps)), 4 * mb)  # fmt: skip
+        show(f"rms_norm {dim} backward, residual", median_ms(lambda: module.launch("rms_norm_backward", grid, block, 0, h, w, dy, r, x, dim, dim, dim, dim, t, eps)), 4 * mb)  # fmt: skip
+        n = ew.norm_backward_grid(machine, t, dim)
+        partials, dw = torch.empty(n, dim, device=dev), torch.empty(dim, device=dev)
+        show(f"  with the weight's gradient, {n} blocks", median_ms(lambda: module.launch("rms_norm_backward_weight", n, block, 0, h, w, dy, r, x, partials, dim, dim, dim, dim, t, eps)), 4 * mb)  # fmt: skip
         show("  sum_partials", median_ms(lambda: small.launch("sum_partials", -(-dim // 32), 256, 0, partials, dw, n, dim, 0)), n * dim * 4 / 1e6)  # fmt: skip
     module = machine.module([*ew.BASE, "qk_norm_rope.cu"], ["HEAD_DIM=128"])
     qkv, dqkv, q, k, qw, kw = rand(t, 4096), rand(t, 4096), rand(t, 2048), rand(t, 1024), rand(128), rand(128)
@@ -141,12 +132,13 @@ def bench_elementwise(machine, t=32768):
     show("  backward, output again", median_ms(lambda: module.launch("swiglu_backward", grid, 256, 0, gu, d, dgu, y, 6144, 3072, 6144, 3136, t)), 6 * mb)  # fmt: skip
     del gu, dgu, qkv, dqkv, a, b
     rows, vocab = 8192, 151936
-    module = machine.module([*ew.BASE, "cross_entropy.cu"], [])
     logits = torch.randn(rows, vocab, device=dev, dtype=BF16)
     targets = torch.randint(0, vocab, (rows,), device=dev, dtype=torch.int32)
     loss = torch.empty(rows, device=dev)
-    for kept in (0, 6400, ew.kept_chunks(vocab, BF16)):
-        show(f"cross_entropy {rows} × {vocab}, {kept} chunks kept", median_ms(lambda: module.launch("cross_entropy", machine.multiprocessors, 1024, kept * 16, logits, targets, loss, None, vocab, rows, vocab, kept, 1.0)), 2 * rows * vocab * 2 / 1e6)  # fmt: skip
+    threads, blocks = ew.CE_THREADS, 1024 // ew.CE_THREADS
+    module = machine.module([*ew.BASE, "cross_entropy.cu"], [f"CE_THREADS={threads}"])
+    for kept in (0, ew.kept_chunks(vocab, BF16)):
+        show(f"cross_entropy {rows} × {vocab}, {kept} chunks kept", median_ms(lambda: module.launch("cross_entropy", blocks * machine.multiprocessors, threads, kept * 16, logits, targets, loss, None, vocab, rows, vocab, kept, 1.0)), 2 * rows * vocab * 2 / 1e6)  # fmt: skip
     del logits
     for label, count, size in (("LoRA, 10 M parameters", 10_092_544, 8192), ("0.6 B parameters", 596_049_920, 65536)):
         module = machine.module([*ew.BASE, "optimizer.cu"], [])

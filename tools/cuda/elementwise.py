@@ -26,6 +26,12 @@ def untouched(whole, columns):
     assert whole[:, columns:].isnan().all(), "wrote into the spare columns"
 
 
+def same_twice(run):
+    """Runs twice and compares every bit of what `run` returns."""
+    for a, b in zip(run(), run()):
+        assert torch.equal(a, b) or (a.isnan().all() and b.isnan().all()), "two runs differ"
+
+
 def row_threads(dim):
     threads = 32
     while dim > threads * 32:
@@ -73,10 +79,15 @@ def check_norm(machine, rows, dim, dtype, residual=True, spare=64):
         dw = torch.full((dim,), nan, device=dev)
         args = [h, w, dy, dr if residual else None, dx] + ([partials] if kind == "weight" else [])
         name = "rms_norm_backward" + ("_weight" if kind == "weight" else "")
-        module.launch(name, blocks, block, 0, *args, dim, dim, dim, dim, rows, eps)
-        if kind == "weight":
-            small.launch("sum_partials", -(-dim // 32), 256, 0, partials, dw, blocks, dim, 0)
-        machine.synchronize()
+
+        def run():
+            module.launch(name, blocks, block, 0, *args, dim, dim, dim, dim, rows, eps)
+            if kind == "weight":
+                small.launch("sum_partials", -(-dim // 32), 256, 0, partials, dw, blocks, dim, 0)
+            machine.synchronize()
+            return dx.clone(), dw.clone()
+
+        same_twice(run)
         errors[f"dx {kind}"] = error(dx, hd.grad + (dr.double() if residual else 0))
         if kind == "weight":
             errors["dw"] = error(dw, wd.grad)
@@ -123,11 +134,16 @@ def check_qk(machine, tokens, dim, q_heads, k_heads, dtype, norm=True):
         blocks = min(-(-tokens // 8), 8 * machine.multiprocessors)
         partials, dw = torch.full((blocks, 2 * dim), nan, device=dev), torch.full((2 * dim,), nan, device=dev)
         args = [qkv, *weights, cos, sin, dq, dk, dqkv] + ([partials] if kind == "weight" else [])
-        module.launch("qk_norm_rope_backward" + ("_weight" if kind == "weight" else ""), blocks, 256, 0, *args, *strides,
-                      dq.stride(0), dk.stride(0), dqkv.stride(0), tokens, q_heads, k_heads, eps)  # fmt: skip
-        if kind == "weight":
-            small.launch("sum_partials", -(-2 * dim // 32), 256, 0, partials, dw, blocks, 2 * dim, 0)
-        machine.synchronize()
+
+        def run():
+            module.launch("qk_norm_rope_backward" + ("_weight" if kind == "weight" else ""), blocks, 256, 0, *args, *strides,
+                          dq.stride(0), dk.stride(0), dqkv.stride(0), tokens, q_heads, k_heads, eps)  # fmt: skip
+            if kind == "weight":
+                small.launch("sum_partials", -(-2 * dim // 32), 256, 0, partials, dw, blocks, 2 * dim, 0)
+            machine.synchronize()
+            return dqkv[:, :written].clone(), dw.clone()
+
+        same_twice(run)
         untouched(whole, written)
         errors[f"dx {kind}"] = error(dqkv[:, :written], x.grad[:, :written])
         if kind == "weight":
@@ -155,14 +171,17 @@ def check_swiglu(machine, rows, features, dtype, spare=64):
     return {"y": error(y, want.detach()), "y again": error(z, want.detach()), "dx": error(dgu, x.grad)}
 
 
-def kept_chunks(vocab, dtype):
-    """As many chunks as fit 208 KiB of shared memory."""
-    return min(-(-vocab // 8), (208 << 10) // (8 * dtype.itemsize))
+CE_THREADS = 1024
+
+
+def kept_chunks(vocab, dtype, blocks=1024 // CE_THREADS):
+    """As many chunks as fit the shared memory of each of `blocks` blocks."""
+    return min(-(-vocab // 8), (216 << 10) // blocks // (8 * dtype.itemsize))
 
 
 def check_cross_entropy(machine, rows, vocab, dtype, kept=None):
     dev = machine.device
-    module = machine.module([*BASE, "cross_entropy.cu"], _defines(dtype))
+    module = machine.module([*BASE, "cross_entropy.cu"], _defines(dtype, CE_THREADS=CE_THREADS))
     stride = -(-vocab // 8) * 8 + 8
     logits = (torch.randn(rows, stride, device=dev) * 3).to(dtype)
     targets = torch.randint(0, vocab, (rows,), device=dev, dtype=torch.int32)
@@ -175,9 +194,16 @@ def check_cross_entropy(machine, rows, vocab, dtype, kept=None):
     want.sum().backward()
     loss, out_lse = (torch.full((rows,), float("nan"), device=dev) for _ in range(2))
     kept = kept_chunks(vocab, dtype) if kept is None else kept
-    module.launch("cross_entropy", min(rows, machine.multiprocessors), 1024, kept * 8 * dtype.itemsize, logits, targets, loss,
+    before = logits.clone()
+
+    def run():
+        logits.copy_(before)
+        module.launch("cross_entropy", min(rows, 1024 // CE_THREADS * machine.multiprocessors), CE_THREADS, kept * 8 * dtype.itemsize, logits, targets, loss,
                   out_lse, stride, rows, vocab, kept, 0.5)  # fmt: skip
-    machine.synchronize()
+        machine.synchronize()
+        return logits.clone(), loss.clone()
+
+    same_twice(run)
     return {"loss": error(loss, want.detach()), "lse": error(out_lse, lse.detach()), "dx": error(logits[:, :vocab], x.grad * 0.5)}
 
 
@@ -229,7 +255,13 @@ def check_optimizer(machine, sizes, gradient=torch.float32, moments=torch.float3
         want = sum(s[3].double().square().sum() for s in state)
         torch.nn.utils.clip_grad_norm_(reference, max_norm)
         optimizer.step()
-        module.launch("sum_squares", n, 256, 0, table, partials, finished, squares)
+
+        def run():
+            module.launch("sum_squares", n, 256, 0, table, partials, finished, squares)
+            machine.synchronize()
+            return (squares.clone(),)
+
+        same_twice(run)
         a = Adam(lr, *betas, eps, 1 - betas[0] ** k, (1 - betas[1] ** k) ** 0.5, factor, max_norm)
         module.launch("adamw", n, 256, 0, table, squares, a)
         machine.synchronize()
@@ -254,15 +286,36 @@ def check_embedding(machine, tokens, vocab, dim, dtype):
     unique, counts = torch.unique(ids, return_counts=True)
     starts = torch.cat([torch.zeros(1, device=dev, dtype=torch.long), counts.cumsum(0)]).int()
     d = torch.randn(tokens, dim, device=dev).to(dtype)
-    dw = torch.randn(vocab, dim, device=dev)
-    want = dw.double().index_add(0, ids, d.double())
-    module.launch("embedding_backward", (len(unique), -(-dim // 512)), 256, 0, d, unique.int(), starts, order, dw, dim, dim)
-    machine.synchronize()
+    start = torch.randn(vocab, dim, device=dev)
+    want = start.double().index_add(0, ids, d.double())
+    unique, dw = unique.int(), start.clone()
+
+    def run():
+        dw.copy_(start)
+        module.launch("embedding_backward", (len(unique), -(-dim // 512)), 256, 0, d, unique, starts, order, dw, dim, dim)
+        machine.synchronize()
+        return (dw.clone(),)
+
+    same_twice(run)
     return {"dw": error(dw, want)}
 
 
+def check_small(machine, dtype):
+    """copy_block into the spare columns of a weight, and sum_values."""
+    dev, out, width, rank = machine.device, 37, 64, 16
+    small, module = (machine.module([*BASE, n], _defines(dtype)) for n in ("small.cu", "optimizer.cu"))
+    b = torch.randn(out, rank, device=dev)
+    whole = torch.full((out, width + rank), float("nan"), device=dev, dtype=dtype)
+    small.launch("copy_block", -(-out * rank // 2048), 256, 0, b, whole[:, width:], rank, width + rank, out, rank, 0.5)
+    values, total = torch.randn(1001, device=dev), torch.ones(1, device=dev)
+    module.launch("sum_values", 1, 256, 0, values, total, 1001, 1)
+    machine.synchronize()
+    assert whole[:, :width].isnan().all(), "wrote into the weight"
+    return {"block": error(whole[:, width:], b * 0.5), "sum": error(total, values.double().sum()[None] + 1)}
+
+
 def limit(name, dtype):
-    if name != "copy" and dtype == torch.float32 or name in ("loss", "lse", "squares", "p", "dw"):
+    if name != "copy" and dtype == torch.float32 or name in ("loss", "lse", "squares", "p", "dw", "sum"):
         return 1e-5
     return 5e-3
 
@@ -283,6 +336,7 @@ def suite(machine, small):
         for v in (49152, 151936, 1003) if not small else (1003, 9000):
             yield f"cross-entropy {v}", check_cross_entropy(machine, 5 * scale, v, dtype), dtype
         yield "cross-entropy, nothing kept", check_cross_entropy(machine, 3, 2056, dtype, kept=0), dtype
+        yield "small", check_small(machine, dtype), dtype
         yield "embedding", check_embedding(machine, 300 * scale, 97, 576, dtype), dtype
     sizes = [1024, 7, 8192 * 2 + 5, 4096, 33] + ([] if small else [3_000_000])
     yield "adamw", check_optimizer(machine, sizes), f32

@@ -16,8 +16,7 @@ def modules(arch):
     for dim in (64, 128):
         yield ATTENTION["mma"], [f"HEAD_DIM={dim}", "STAGES=2"]
         if arch == "sm_90a":
-            for defines in ([], ["LATE_WAIT=0"], ["PING_PONG=0"]):
-                yield ATTENTION["wgmma"], [f"HEAD_DIM={dim}", *defines]
+            yield ATTENTION["wgmma"], [f"HEAD_DIM={dim}"]
     for f32 in ([], ["FLOAT32"]):
         for dim in (64, 576, 1024, 2048, 4096):
             yield [*BASE, "norm.cu"], [*f32, f"DIM={dim}"]
@@ -25,8 +24,9 @@ def modules(arch):
             yield [*BASE, "qk_norm_rope.cu"], [*f32, f"HEAD_DIM={dim}"]
         for f in (1536, 3072):
             yield [*BASE, "swiglu.cu"], [*f32, f"FEATURES={f}"]
-        for name in ("cross_entropy.cu", "small.cu", "optimizer.cu"):
+        for name in ("small.cu", "optimizer.cu"):
             yield [*BASE, name], f32
+        yield [*BASE, "cross_entropy.cu"], [*f32, "CE_THREADS=1024"]
     for d in (["GRADIENT_BF16"], ["MOMENTS_BF16"]):
         yield [*BASE, "optimizer.cu"], d
 

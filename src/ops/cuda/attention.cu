@@ -15,13 +15,13 @@ DEVICE u32 chunk_address(u32 tile, int row, int chunk) {
 
 // Rows of a tensor to shared memory, zeros from row `valid` on.
 template <int ROWS, int THREADS> DEVICE void load_tile(u32 tile, const bf16* rows, long long stride, int valid) {
-    constexpr int CHUNKS = HEAD_DIM / 8;
+    constexpr int CHUNKS = HEAD_DIM / 8, STEP = THREADS / CHUNKS; // a multiple of 8 rows: the chunk's place stays
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const u32 to = chunk_address(tile, row, chunk);
+    const bf16* from = rows + row * stride + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
-        const int index = i * THREADS + threadIdx.x, row = index / CHUNKS, chunk = index % CHUNKS;
-        const bool inside = row < valid;
-        copy16_async(chunk_address(tile, row, chunk), rows + (inside ? row * stride : 0) + chunk * 8, inside);
-    }
+    for (int i = 0; i < ROWS / STEP; i++, from += STEP * stride)
+        copy16_async(to + i * STEP * ROW_BYTES, from, row + i * STEP < valid);
 }
 
 // a[16 rows from `row`][16 columns from 16 · step]
@@ -146,6 +146,7 @@ KERNEL __launch_bounds__(128, 2)
                         if (column > row) s[m][n][i] = -INFINITY_F;
                     }
         }
+        float shrink[2][2];
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -154,7 +155,8 @@ KERNEL __launch_bounds__(128, 2)
 #pragma unroll
                 for (int n = 0; n < KEYS / 8; n++) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 top = lanes_max<4>(top);
-                const float shrink = ex2((maximum[m][half] - top) * log_scale), offset = top * log_scale;
+                const float offset = top * log_scale;
+                shrink[m][half] = ex2((maximum[m][half] - top) * log_scale);
                 maximum[m][half] = top;
                 float part = 0.0f;
 #pragma unroll
@@ -164,10 +166,17 @@ KERNEL __launch_bounds__(128, 2)
                         s[m][n][i] = ex2(s[m][n][i] * log_scale - offset);
                         part += s[m][n][i];
                     }
-                sum[m][half] = sum[m][half] * shrink + part;
-#pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
+                sum[m][half] = sum[m][half] * shrink[m][half] + part;
             }
+        // Maxima settle early: most blocks leave the output as it is.
+        if (__any_sync(0xffffffffu, shrink[0][0] * shrink[0][1] * shrink[1][0] * shrink[1][1] != 1.0f)) {
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) o[m][n][i] *= shrink[m][i / 2];
+        }
 #pragma unroll
         for (int step = 0; step < KEYS / 16; step++) {
             u32 a[2][4];

@@ -13,13 +13,8 @@
 //
 // After hopper.cu and attention_work.cu.
 
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-
-#ifndef LATE_WAIT
-#define LATE_WAIT 1
-#endif
+// The two halves take turns at issuing the forward's products; with small heads it costs more than it brings.
+#define PING_PONG (HEAD_DIM == 128)
 
 #define PANELS (HEAD_DIM / 64)
 #define TILE_BYTES (TILE * HEAD_DIM * 2)
@@ -36,6 +31,7 @@ struct Ring {
     METHOD void wait_empty() const { barrier_wait(empty(), phase ^ 1); }
     // By every warp of the consumers, once it is done with the slot.
     METHOD void release() const {
+        __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(empty());
     }
     METHOD void advance() {
@@ -59,7 +55,7 @@ DEVICE void start_rings(u32 control, int rings) {
     __syncthreads();
 }
 
-// The block's next entry of the list; whoever draws the last number winds the counter back.
+// The block's next entry of the list, drawn as late as can be so that short work evens out long; whoever draws the last number winds the counter back.
 DEVICE int next_entry(int* counter, int entries) {
     const int drawn = atomicAdd(counter, 1);
     if (drawn == entries - 1) *(volatile int*)counter = 0;
@@ -147,7 +143,6 @@ DEVICE void forward_bring(u32 control, const TensorMap* q_map, const TensorMap* 
             barrier_arrive(q.full());
             return;
         }
-        index = next_entry(counter, entries);
         const Work w = read_work(entry);
         barrier_arrive_expect(q.full(), TILE_BYTES);
         copy_tile<TILE>(q_tiles + q.slot * TILE_BYTES, q_map, q.full(), w.head, w.start + w.row);
@@ -162,6 +157,7 @@ DEVICE void forward_bring(u32 control, const TensorMap* q_map, const TensorMap* 
             copy_tile<TILE>(v_tiles + v.slot * TILE_BYTES, v_map, v.full(), w.head / group, w.start + row);
             v.advance();
         }
+        index = next_entry(counter, entries);
     }
 }
 
@@ -317,7 +313,6 @@ DEVICE void dq_bring(u32 control, const TensorMap* q_map, const TensorMap* k_map
             barrier_arrive(q.full());
             return;
         }
-        index = next_entry(counter, entries);
         const Work w = read_work(entry);
         barrier_arrive_expect(q.full(), 2 * TILE_BYTES);
         copy_tile<TILE>(q_tile, q_map, q.full(), w.head, w.start + w.row);
@@ -333,6 +328,7 @@ DEVICE void dq_bring(u32 control, const TensorMap* q_map, const TensorMap* k_map
             copy_tile<TILE>(v_tiles + v.slot * TILE_BYTES, v_map, v.full(), w.head / group, w.start + row);
             v.advance();
         }
+        index = next_entry(counter, entries);
     }
 }
 
@@ -382,11 +378,9 @@ KERNEL __launch_bounds__(384, 1)
                 products_fence();
                 product_rows<TILE, TILE>(s, q_half, k_tiles + k.slot * TILE_BYTES);
                 products_commit();
-#if LATE_WAIT
                 products_wait<1>();
                 if (started) before.release();
                 before = k;
-#endif
                 v.wait_full();
                 product_rows<TILE, TILE>(dp, d_out_half, v_tiles + v.slot * TILE_BYTES);
                 products_commit();
@@ -412,18 +406,11 @@ KERNEL __launch_bounds__(384, 1)
                 product_columns<TILE>(x, ds, k_tiles + k.slot * TILE_BYTES, started);
                 products_commit();
                 started = true;
-#if !LATE_WAIT
-                products_wait<0>();
-                pin(x);
-                k.release();
-#endif
                 k.advance();
             }
-#if LATE_WAIT
             products_wait<0>();
             pin(x);
             before.release();
-#endif
             q.advance();
             store_warp_rows(store_tile, warp_row, dq + (long long)(w.start + w.row) * dq_stride + w.head * HEAD_DIM, dq_stride,
                             w.length - w.row, x, scale, scale);
@@ -455,7 +442,6 @@ DEVICE void dkdv_bring(u32 control, const TensorMap* q_map, const TensorMap* k_m
             barrier_arrive(kv.full());
             return;
         }
-        index = next_entry(counter, entries);
         const Work w = read_work(entry);
         barrier_arrive_expect(kv.full(), 2 * TILE_BYTES);
         copy_tile<TILE>(k_tiles + kv.slot * TILE_BYTES, k_map, kv.full(), w.head, w.start + w.row);
@@ -477,6 +463,7 @@ DEVICE void dkdv_bring(u32 control, const TensorMap* q_map, const TensorMap* k_m
                 d_out.advance();
             }
         }
+        index = next_entry(counter, entries);
     }
 }
 
@@ -517,20 +504,33 @@ KERNEL __launch_bounds__(384, 1)
             int query = w.row; // first query of the block
             bool started = false;
             Ring q_before = q;
+            bool pending = false; // q_before is still being read
             for (; rounds > 0; rounds--) {
                 const u32 q_block = q_blocks + q.slot * BLOCK_BYTES, d_out_block = d_out_blocks + d_out.slot * BLOCK_BYTES;
                 const u32 log_sums = stats_blocks + q.slot * 256, deltas = stats_blocks + 512 + d_out.slot * 256;
                 q.wait_full();
+                if (half_tile == 1 && query == w.row) { // these queries come before all of this half's keys
+                    d_out.wait_full();
+                    products_wait<0>();
+                    if (pending) q_before.release();
+                    pending = false;
+                    q.release();
+                    q.advance();
+                    d_out.release();
+                    d_out.advance();
+                    query += QUERIES;
+                    if (query >= w.length) query = w.row;
+                    continue;
+                }
                 pin(s);
                 pin(dp);
                 products_fence();
                 product_rows<TILE, QUERIES>(s, k_half, q_block);
                 products_commit();
-#if LATE_WAIT
                 products_wait<1>();
-                if (started) q_before.release();
+                if (pending) q_before.release();
                 q_before = q;
-#endif
+                pending = true;
                 d_out.wait_full();
                 product_rows<TILE, QUERIES>(dp, v_half, d_out_block);
                 products_commit();
@@ -567,13 +567,7 @@ KERNEL __launch_bounds__(384, 1)
                 product_columns<QUERIES>(x, ds, q_block, started);
                 products_commit();
                 started = true;
-#if LATE_WAIT
                 products_wait<1>();
-#else
-                products_wait<0>();
-                pin(x);
-                q.release();
-#endif
                 pin(y);
                 d_out.release();
                 q.advance();
@@ -581,11 +575,9 @@ KERNEL __launch_bounds__(384, 1)
                 query += QUERIES;
                 if (query >= w.length) query = w.row;
             }
-#if LATE_WAIT
             products_wait<0>();
             pin(x);
-            q_before.release();
-#endif
+            if (pending) q_before.release();
             threads_sync(3 + half_tile, 128); // the whole warpgroup is done with its rows of k and v
             const long long first = w.start + w.row;
             store_warp_rows(k_tile, warp_row, dk + first * dk_stride + w.head * HEAD_DIM, dk_stride, w.length - w.row, x, scale,

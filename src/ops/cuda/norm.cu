@@ -9,17 +9,20 @@ DEVICE constexpr int row_threads(int dim) { return dim <= 1024 ? 32 : 2 * row_th
 #define ROWS (BLOCK_THREADS / ROW_THREADS)
 #define CHUNKS ((DIM / 8 + ROW_THREADS - 1) / ROW_THREADS)
 
-// Sum over the threads of a row; `parts` has a place for each warp of the block.
-DEVICE float row_sum(float x, float* parts) {
+// Two sums over the threads of a row; `parts` has two places for each warp of the block.
+DEVICE void row_sums(float& x, float& y, float* parts) {
     x = lanes_sum<32>(x);
-    if (ROW_THREADS == 32) return x;
+    y = lanes_sum<32>(y);
+    if (ROW_THREADS == 32) return;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x, parts[32 + threadIdx.x / 32] = y;
     __syncthreads();
-    float sum = 0.0f;
+    x = y = 0.0f;
 #pragma unroll
-    for (int i = 0; i < ROW_THREADS / 32; i++) sum += parts[threadIdx.x / ROW_THREADS * (ROW_THREADS / 32) + i];
-    return sum;
+    for (int i = 0; i < ROW_THREADS / 32; i++) {
+        const int warp = threadIdx.x / ROW_THREADS * (ROW_THREADS / 32) + i;
+        x += parts[warp], y += parts[32 + warp];
+    }
 }
 
 // y = norm(h), h = x + residual where `residual` isn't null; h is stored where `h_out` isn't null and rounded to
@@ -28,7 +31,7 @@ KERNEL __launch_bounds__(BLOCK_THREADS)
     rms_norm_forward(const element* __restrict__ x, const element* __restrict__ residual, const weight* __restrict__ w,
                      element* __restrict__ h_out, element* __restrict__ y, int x_stride, int residual_stride,
                      int h_stride, int y_stride, int rows, float eps) {
-    __shared__ float parts[32];
+    __shared__ float parts[64];
     const int row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS, thread = threadIdx.x % ROW_THREADS;
     const bool valid = row < rows;
     float h[CHUNKS][8], sum = 0.0f;
@@ -46,7 +49,9 @@ KERNEL __launch_bounds__(BLOCK_THREADS)
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += h[c][i] * h[c][i];
     }
-    const float inverse = rsqrtf(row_sum(sum, parts) / DIM + eps);
+    float unused = 0.0f;
+    row_sums(sum, unused, parts);
+    const float inverse = rsqrtf(sum / DIM + eps);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const int column = (c * ROW_THREADS + thread) * 8;
@@ -67,46 +72,48 @@ template <bool WEIGHT>
 DEVICE void norm_backward(const element* h, const weight* w, const element* dy, const element* d_residual, element* dx,
                           float* partials, int h_stride, int dy_stride, int d_residual_stride, int dx_stride, int rows,
                           float eps) {
-    __shared__ float parts[32];
+    __shared__ float parts[64];
     const int thread = threadIdx.x % ROW_THREADS;
     float dw[CHUNKS][8] = {};
     for (int first = blockIdx.x * ROWS; first < rows; first += gridDim.x * ROWS) {
         const int row = first + threadIdx.x / ROW_THREADS;
-        const bool valid = row < rows;
-        float x[CHUNKS][8], g[CHUNKS][8], squares = 0.0f, dot = 0.0f;
+        Eight<element> x[CHUNKS], dys[CHUNKS], residual[CHUNKS];
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int column = (c * ROW_THREADS + thread) * 8;
-            if (!valid || column >= DIM) continue;
-            load8(x[c], h + (long long)row * h_stride + column);
-            load8(g[c], dy + (long long)row * dy_stride + column);
-#pragma unroll
-            for (int i = 0; i < 8; i++) squares += x[c][i] * x[c][i];
+            if (row >= rows || column >= DIM) continue;
+            x[c].load(h + (long long)row * h_stride + column);
+            dys[c].load(dy + (long long)row * dy_stride + column);
+            if (d_residual) residual[c].load(d_residual + (long long)row * d_residual_stride + column);
         }
-        const float inverse = rsqrtf(row_sum(squares, parts) / DIM + eps);
+        float squares = 0.0f, dot = 0.0f; // Σ h², Σ w dy h
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int column = (c * ROW_THREADS + thread) * 8;
-            if (!valid || column >= DIM) continue;
-            float factor[8];
+            if (row >= rows || column >= DIM) continue;
+            float a[8], g[8], factor[8];
+            x[c].widen(a);
+            dys[c].widen(g);
             load8(factor, w + column);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                x[c][i] *= inverse;
-                if (WEIGHT) dw[c][i] += g[c][i] * x[c][i];
-                g[c][i] *= factor[i];
-                dot += g[c][i] * x[c][i];
-            }
+            for (int i = 0; i < 8; i++) squares += a[i] * a[i], dot += g[i] * factor[i] * a[i];
         }
-        dot = row_sum(dot, parts) / DIM;
+        row_sums(squares, dot, parts);
+        const float inverse = rsqrtf(squares / DIM + eps), along = dot * inverse * inverse * inverse / DIM;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int column = (c * ROW_THREADS + thread) * 8;
-            if (!valid || column >= DIM) continue;
-            float r[8] = {};
-            if (d_residual) load8(r, d_residual + (long long)row * d_residual_stride + column);
+            if (row >= rows || column >= DIM) continue;
+            float a[8], g[8], factor[8], r[8] = {};
+            x[c].widen(a);
+            dys[c].widen(g);
+            load8(factor, w + column);
+            if (d_residual) residual[c].widen(r);
 #pragma unroll
-            for (int i = 0; i < 8; i++) r[i] += inverse * (g[c][i] - x[c][i] * dot);
+            for (int i = 0; i < 8; i++) {
+                if (WEIGHT) dw[c][i] += g[i] * a[i] * inverse;
+                r[i] += g[i] * factor[i] * inverse - a[i] * along;
+            }
             store8(dx + (long long)row * dx_stride + column, r);
         }
     }

@@ -23,10 +23,6 @@ struct Piece {             // 48 bytes
     float weight_decay;
 };
 
-DEVICE float as_float(float x) { return x; }
-DEVICE float as_float(bf16 x) { return from_bf16(x); }
-DEVICE void put(float* p, float x) { *p = x; }
-DEVICE void put(bf16* p, float x) { *p = to_bf16(x); }
 DEVICE void load4(float (&x)[4], const float* p) {
     const float4 y = *(const float4*)p;
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;

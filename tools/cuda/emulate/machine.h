@@ -212,6 +212,9 @@ static void run_block(unsigned threads) {
     std::vector<unsigned> order((threads + 31) / 32);
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     unsigned idle = 0;
+    // A block's asynchronous work comes soon, late, or only when nothing else can go on.
+    const unsigned choices[] = {32, 2, 0};
+    const unsigned copy_haste = choices[random_bits() % 3], product_haste = choices[random_bits() % 3];
     for (;;) {
         const u64 before = progress;
         bool alive = false;
@@ -224,9 +227,9 @@ static void run_block(unsigned threads) {
                 thread_index = {t % block_size.x, t / block_size.x % block_size.y, t / block_size.x / block_size.y};
                 machine_switch(&scheduler_stack, fibers[t].stack_pointer);
             }
-            if (!engine.empty() && coin()) engine_run_one();
+            if (!engine.empty() && random_bits() % 64 < copy_haste) engine_run_one();
             for (auto& p : products)
-                if (!p.groups.empty() && random_bits() % 8 == 0) p.run_first_group();
+                if (!p.groups.empty() && random_bits() % 256 < product_haste) p.run_first_group();
         }
         if (!alive) break;
         if (progress == before && !engine.empty()) engine_run_one();
@@ -268,6 +271,15 @@ template <class T> static inline T __shfl_sync(u32, T x, int lane) {
     });
     return a.out;
 }
+static inline bool __any_sync(u32, bool x) {
+    struct A { bool in, out; } a{x, false};
+    machine::meet_warp(&a, [](void** s) {
+        bool any = false;
+        for (int i = 0; i < 32; i++) any |= ((A*)s[i])->in;
+        for (int i = 0; i < 32; i++) ((A*)s[i])->out = any;
+    });
+    return a.out;
+}
 template <class T> static inline T atomicAdd(T* p, T x) { T old = *p; *p += x; return old; }
 static inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 static inline bool isfinite_f(float x) { return std::isfinite(x); }
@@ -304,7 +316,7 @@ static inline void copy16_async(u32 destination, const void* source, bool valid)
         if (valid) std::memcpy(machine::at(destination, 16), source, 16);
         else std::memset(machine::at(destination, 16), 0, 16);
     };
-    if (machine::coin()) work();
+    if (machine::random_bits() % 4 == 0) work();
     else machine::copies[machine::current].open.push_back(work);
 }
 static inline void copies_commit() {
