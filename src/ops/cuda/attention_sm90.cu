@@ -55,7 +55,8 @@ DEVICE void start_rings(u32 control, int rings) {
     __syncthreads();
 }
 
-// The block's next entry of the list, drawn as late as can be so that short work evens out long; whoever draws the last number winds the counter back.
+// The block's next entry of the list, drawn as late as can be, so that short work evens out long; whoever draws the
+// last number winds the counter back.
 DEVICE int next_entry(int* counter, int entries) {
     const int drawn = atomicAdd(counter, 1);
     if (drawn == entries - 1) *(volatile int*)counter = 0;
