@@ -1,0 +1,173 @@
+// What happens to all trainable parameters at once. After elements.cu.
+//
+// A table names pieces of parameters, at most PIECE elements each, one block a piece: tensors may lie anywhere.
+// #define GRADIENT_BF16 where gradients are bf16 (else f32), MOMENTS_BF16 where Adam's moments are (else f32).
+
+#ifdef GRADIENT_BF16
+typedef bf16 gradient;
+#else
+typedef float gradient;
+#endif
+#ifdef MOMENTS_BF16
+typedef bf16 moment;
+#else
+typedef float moment;
+#endif
+
+struct Piece {             // 48 bytes
+    float* parameter;      // f32 master
+    moment *m, *v;         // Adam's moments
+    const gradient* grad;  //
+    bf16* copy;            // bf16 copy for the products, or null
+    int count;
+    float weight_decay;
+};
+
+DEVICE void load4(float (&x)[4], const float* p) {
+    const float4 y = *(const float4*)p;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+DEVICE void load4(float (&x)[4], const bf16* p) {
+    const uint2 y = *(const uint2*)p;
+    x[0] = low_half(y.x), x[1] = high_half(y.x), x[2] = low_half(y.y), x[3] = high_half(y.y);
+}
+DEVICE void store4(float* p, const float (&x)[4]) { *(float4*)p = {x[0], x[1], x[2], x[3]}; }
+DEVICE void store4(bf16* p, const float (&x)[4]) { *(uint2*)p = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])}; }
+
+// Σ over 256 threads, the same in each, in a fixed order.
+DEVICE float block_sum(float x, float* parts) {
+    x = lanes_sum<32>(x);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) x += parts[i];
+    __syncthreads();
+    return x;
+}
+
+// Σ of x (SQUARES: of x²) over pieces' gradients, in an order that depends on the table alone: each piece's sum
+// goes to partials[piece], the block that finishes last adds them. `finished` is 0 before and after.
+// grid = pieces, 256 threads.
+KERNEL __launch_bounds__(256) sum_squares(const Piece* __restrict__ pieces, float* partials, int* finished, float* __restrict__ out) {
+    __shared__ float parts[8];
+    __shared__ bool last;
+    const Piece piece = pieces[blockIdx.x];
+    float sum = 0.0f;
+    const bool wide = ((u64)piece.grad & 15) == 0;
+    const int count4 = wide ? piece.count / 4 : 0;
+    for (int i = threadIdx.x; i < count4; i += 256) {
+        float g[4];
+        load4(g, piece.grad + i * 4);
+        sum += g[0] * g[0] + g[1] * g[1] + (g[2] * g[2] + g[3] * g[3]);
+    }
+    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) {
+        const float g = as_float(piece.grad[i]);
+        sum += g * g;
+    }
+    sum = block_sum(sum, parts);
+    if (threadIdx.x == 0) {
+        partials[blockIdx.x] = sum;
+        __threadfence();
+        last = atomicAdd(finished, 1) == int(gridDim.x) - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    sum = 0.0f;
+    for (int i = threadIdx.x; i < gridDim.x; i += 256) sum += ((volatile float*)partials)[i];
+    sum = block_sum(sum, parts);
+    if (threadIdx.x == 0) *out = sum, *finished = 0;
+}
+
+// Σ of n values in a fixed order; one block of 256 threads.
+KERNEL __launch_bounds__(256) sum_values(const float* __restrict__ values, float* __restrict__ out, int n, int accumulate) {
+    __shared__ float parts[8];
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < n; i += 256) sum += values[i];
+    sum = block_sum(sum, parts);
+    if (threadIdx.x == 0) *out = (accumulate ? *out : 0.0f) + sum;
+}
+
+struct Adam {
+    float lr, beta1, beta2, eps;
+    float bias1;      // 1 − β₁^k
+    float root_bias2; // sqrt(1 − β₂^k)
+    float factor;     // on the gradient: 1 / tokens
+    float max_norm;   // clip factor · gradient to this norm; 0: don't
+};
+
+DEVICE void adam(float& p, float& m, float& v, float g, const Adam& a, float decay) {
+    m = a.beta1 * m + (1.0f - a.beta1) * g;
+    v = a.beta2 * v + (1.0f - a.beta2) * g * g;
+    p = p * decay - a.lr / a.bias1 * (m / (sqrtf(v) / a.root_bias2 + a.eps));
+}
+
+// torch.optim.AdamW. `squares` (may be null) is `sum_squares` of the gradients: it gives the clip coefficient
+// min(1, max_norm / (norm + 1e-6)), and where it isn't finite nothing changes. grid = pieces, 256 threads.
+KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const float* __restrict__ squares, Adam a) {
+    const Piece piece = pieces[blockIdx.x];
+    float factor = a.factor;
+    if (squares) {
+        const float norm = a.factor * sqrtf(*squares);
+        if (!(norm < INFINITY_F)) return;
+        if (a.max_norm > 0.0f) factor *= fminf(1.0f, a.max_norm / (norm + 1e-6f));
+    }
+    const float decay = 1.0f - a.lr * piece.weight_decay;
+    const u64 misaligned = ((u64)piece.parameter | (u64)piece.m | (u64)piece.v | (u64)piece.grad | (u64)piece.copy << 1) & 15;
+    const int count4 = misaligned ? 0 : piece.count / 4;
+    for (int i = threadIdx.x; i < count4; i += 256) {
+        float p[4], m[4], v[4], g[4];
+        load4(p, piece.parameter + i * 4);
+        load4(m, piece.m + i * 4);
+        load4(v, piece.v + i * 4);
+        load4(g, piece.grad + i * 4);
+#pragma unroll
+        for (int j = 0; j < 4; j++) adam(p[j], m[j], v[j], g[j] * factor, a, decay);
+        store4(piece.parameter + i * 4, p);
+        store4(piece.m + i * 4, m);
+        store4(piece.v + i * 4, v);
+        if (piece.copy) store4(piece.copy + i * 4, p);
+    }
+    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) {
+        float p = piece.parameter[i], m = as_float(piece.m[i]), v = as_float(piece.v[i]);
+        adam(p, m, v, as_float(piece.grad[i]) * factor, a, decay);
+        piece.parameter[i] = p;
+        put(piece.m + i, m);
+        put(piece.v + i, v);
+        if (piece.copy) piece.copy[i] = to_bf16(p);
+    }
+}
+
+// d_weight[ids[n]] += Σ of the rows of d_hidden whose token is ids[n]: rows order[starts[n]] … order[starts[n + 1] − 1],
+// in that order (four interleaved sums). One writer an element. width: a multiple of 8.
+// grid = (unique ids, ceil(width / 512)), 256 threads.
+KERNEL __launch_bounds__(256)
+    embedding_backward(const element* __restrict__ d_hidden, const int* __restrict__ ids, const int* __restrict__ starts,
+                       const int* __restrict__ order, gradient* __restrict__ d_weight, int d_hidden_stride, int width) {
+    __shared__ float sums[3][64][9]; // 9: no two lanes in one bank
+    const int lane = threadIdx.x % 64, line = threadIdx.x / 64, column = blockIdx.y * 512 + lane * 8;
+    const int end = starts[blockIdx.x + 1];
+    const bool inside = column < width;
+    float sum[8] = {};
+    if (inside) {
+#pragma unroll 4
+        for (int i = starts[blockIdx.x] + line; i < end; i += 4) {
+            float x[8];
+            load8(x, d_hidden + (long long)order[i] * d_hidden_stride + column);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum[j] += x[j];
+        }
+    }
+    if (line > 0)
+#pragma unroll
+        for (int j = 0; j < 8; j++) sums[line - 1][lane][j] = sum[j];
+    __syncthreads();
+    if (line > 0 || !inside) return;
+    gradient* const row = d_weight + (long long)ids[blockIdx.x] * width + column;
+    float before[8];
+    load8(before, row);
+#pragma unroll
+    for (int j = 0; j < 8; j++) before[j] += sum[j] + sums[0][lane][j] + (sums[1][lane][j] + sums[2][lane][j]);
+    store8(row, before);
+}
