@@ -1,7 +1,23 @@
 //! The operations a decoder is made of: each one public function, a plain version from Burn's own
 //! tensor operations (the definition, and the oracle in tests), and faster versions per device.
 //!
-//! The model calls these functions and never asks for a device.
+//! The model calls these functions and never asks for a device. Every function is differentiable in
+//! its float tensors but for what it calls a constant. Tensors with and without autodiff may be
+//! mixed; one that isn't tracked costs nothing: no gradient is computed for it, nothing saved.
+//!
+//! | device | version |
+//! |---|---|
+//! | `flex`, f32 | CPU kernels (`flex/` holds what they share), one tape node an op, hand-written backward |
+//! | any other, and f16 or bf16 on `flex` | [`plain`]; the loss in chunks (`chunked.rs`) |
+//!
+//! The CPU kernels keep two promises. Sums run in an order that depends on shapes alone, so results
+//! are the same bits for any number of threads and any load. And a document's or run's values are the
+//! same bits whatever it is packed with.
+//!
+//! To add an op: define it in `plain.rs`; write `NAME.rs` with a `#[backend_extension(Flex, Autodiff)]`
+//! trait of one method, `impl … for Flex` (the kernel) and `impl … for Autodiff<Flex, C>` (the tape
+//! node); choose between the two in a public function here; compare both in `tests/`, forward and
+//! backward, with each input tracked and not.
 
 use std::sync::Arc;
 

@@ -33,7 +33,7 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
     let [_, h, d] = q.dims();
     let [_, g, _] = k.dims();
     let dtype = q.dtype();
-    let outputs = documents.ranges().map(|(start, end)| {
+    let outputs = documents.ranges().filter(|(start, end)| start < end).map(|(start, end)| {
         let l = end - start;
         let heads = |x: Tensor<3>| x.narrow(0, start, l).swap_dims(0, 1).cast(DType::F32);
         let shared = |x: Tensor<3>| match h / g {

@@ -21,25 +21,26 @@ const MOST_RANGES: usize = 4;
 pub fn backward(state: &State, grad: &[f32]) -> [Vec<f32>; 3] {
     let layout = &state.layout;
     let mut dq = Buffer::new(if state.tracked[0] { grad.len() } else { 0 });
-    let pointer = Shared(dq.slots().as_mut_ptr().cast());
+    let call = Call { state, grad, dq: Shared(dq.slots().as_mut_ptr().cast()) };
     let tasks = tasks(layout);
-    let sums: Vec<Sums> = tasks
-        .par_iter()
-        .with_max_len(1)
-        .map_init(Scratch::default, |scratch, task| task.compute(state, grad, pointer, scratch))
-        .collect();
+    let compute = |scratch: &mut Scratch, task: &Task| task.compute(&call, scratch);
+    let sums: Vec<Sums> = tasks.par_iter().with_max_len(1).map_init(Scratch::default, compute).collect();
     let dk = if state.tracked[1] { gather(layout, &tasks, &sums, |sums| &sums.dk) } else { Vec::new() };
     let dv = if state.tracked[2] { gather(layout, &tasks, &sums, |sums| &sums.dv) } else { Vec::new() };
     // SAFETY: the tasks cover all rows and heads, and each writes all of its rows and heads.
     [unsafe { dq.finish() }, dk, dv]
 }
 
-/// The start of the gradient of q: every task writes rows and heads of its own.
-#[derive(Clone, Copy)]
+/// What all tasks share.
+struct Call<'a> {
+    state: &'a State,
+    grad: &'a [f32],
+    dq: Shared,
+}
+
+/// The start of the gradient of q: each task writes rows and heads of its own.
 struct Shared(*mut f32);
 // SAFETY: no two tasks write the same elements (see `tasks`), and none reads any.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
 unsafe impl Sync for Shared {}
 
 /// Query rows `rows` (tokens) of the document that begins at `start`, all heads of one group.
@@ -87,39 +88,36 @@ struct Scratch {
 }
 
 impl Task {
-    fn compute(&self, state: &State, grad: &[f32], dq: Shared, scratch: &mut Scratch) -> Sums {
-        let layout = &state.layout;
+    fn compute(&self, call: &Call<'_>, scratch: &mut Scratch) -> Sums {
+        let layout = &call.state.layout;
         let len = (self.rows.end - self.start) * layout.size;
         let of = |tracked: bool| vec![0.0; if tracked { len } else { 0 }];
-        let mut sums = Sums { dk: of(state.tracked[1]), dv: of(state.tracked[2]) };
+        let mut sums = Sums { dk: of(call.state.tracked[1]), dv: of(call.state.tracked[2]) };
         for head in self.group * layout.shared()..(self.group + 1) * layout.shared() {
             for first in self.rows.clone().step_by(ROWS) {
                 let rows = first..(first + ROWS).min(self.rows.end);
-                self.block(state, grad, head, rows, dq, scratch, &mut sums);
+                self.block(call, head, rows, scratch, &mut sums);
             }
         }
         sums
     }
 
     /// One head's block of query rows.
-    #[expect(clippy::too_many_arguments, reason = "what a task holds, and the block's head and rows")]
     fn block(
         &self,
-        state: &State,
-        grad: &[f32],
+        call: &Call<'_>,
         head: usize,
         block: Range<usize>,
-        dq: Shared,
         scratch: &mut Scratch,
         sums: &mut Sums,
     ) {
-        let layout = &state.layout;
+        let (state, layout) = (call.state, &call.state.layout);
         let (size, width, k_width) = (layout.size, layout.q_width(), layout.k_width());
         let (rows, keys) = (block.len(), block.end - self.start);
         let own = block.start * width + head * size;
         let shared = self.start * k_width + self.group * size;
         let q = Matrix::strided(&flex::values(&state.q)[own..], rows, size, width);
-        let g = Matrix::strided(&grad[own..], rows, size, width);
+        let g = Matrix::strided(&call.grad[own..], rows, size, width);
         let k = Matrix::strided(&flex::values(&state.k)[shared..], keys, size, k_width);
         let v = Matrix::strided(&flex::values(&state.v)[shared..], keys, size, k_width);
         let Scratch { weights, slopes } = scratch;
@@ -127,23 +125,22 @@ impl Task {
         slopes.resize(rows * keys, 0.0);
         multiply(Target::overwrite(weights, rows, keys), q, k.t(), Threads::One);
         multiply(Target::overwrite(slopes, rows, keys), g, v.t(), Threads::One);
-        for row in 0..rows {
+        let rows_of_both = weights.chunks_exact_mut(keys).zip(slopes.chunks_exact_mut(keys));
+        for (row, (weights, slopes)) in rows_of_both.enumerate() {
             let lse = state.lse[(block.start + row) * layout.heads + head];
-            let range = row * keys..(row + 1) * keys;
-            let seen = keys - rows + row + 1;
-            softmax_gradient(&mut weights[range.clone()], &mut slopes[range], seen, layout.scale, lse);
+            softmax_gradient(weights, slopes, keys - rows + row + 1, layout.scale, lse);
         }
         let (weights, slopes) = (Matrix::new(weights, rows, keys), Matrix::new(slopes, rows, keys));
-        if state.tracked[2] {
-            multiply(Target::add(&mut sums.dv[..keys * size], keys, size), weights.t(), g, Threads::One);
+        if state.tracked[0] {
+            // SAFETY: within dq, which is as large as q; no other task has these rows and this head.
+            let target = unsafe { Target::raw(call.dq.0.add(own), rows, size, width) };
+            multiply(target, slopes, k, Threads::One);
         }
         if state.tracked[1] {
             multiply(Target::add(&mut sums.dk[..keys * size], keys, size), slopes.t(), q, Threads::One);
         }
-        if state.tracked[0] {
-            // SAFETY: within dq, which is as large as q; no other task has these rows and this head.
-            let target = unsafe { Target::raw(dq.0.add(own), rows, size, width) };
-            multiply(target, slopes, k, Threads::One);
+        if state.tracked[2] {
+            multiply(Target::add(&mut sums.dv[..keys * size], keys, size), weights.t(), g, Threads::One);
         }
     }
 }

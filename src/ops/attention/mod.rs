@@ -44,6 +44,7 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
     assert_eq!(k.dims(), [t, g, d], "attention: k");
     assert_eq!(v.dims(), [t, g, d], "attention: v");
     assert!(g > 0 && h.is_multiple_of(g), "attention: {h} query heads over {g} key heads");
+    assert!(scale > 0.0, "attention: a scale of {scale}");
     let cu_seqlens = documents.cu_seqlens.clone();
     assert_eq!(cu_seqlens.first(), Some(&0), "attention: first document boundary");
     assert_eq!(cu_seqlens.last(), Some(&(t as u32)), "attention: last document boundary");

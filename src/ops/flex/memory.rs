@@ -12,10 +12,12 @@ pub fn keep() {
         ONCE.call_once(|| {
             // SAFETY: mallopt takes two integers, locks what it changes, and may be called any time.
             unsafe {
-                // Blocks up to 1 GiB come from the heap, and its end is never given back …
+                // Blocks up to 1 GiB come from the heap, and its end is never given back; …
                 libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 30);
                 libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
-                // … and threads that start from now on share that heap.
+                // … nor are the 64 MiB heaps of threads that were there before; …
+                libc::mallopt(libc::M_TOP_PAD, 1 << 27);
+                // … those that start from now on use the one heap.
                 libc::mallopt(libc::M_ARENA_MAX, 1);
             }
         });

@@ -1,6 +1,6 @@
 //! Norm, rotary embedding and SwiGLU.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use super::super::{Rope, plain, qk_norm_rope, rms_norm, swiglu};
 use super::*;
@@ -126,4 +126,29 @@ fn swiglu_gradient_is_the_slope() {
 #[test]
 fn swiglu_repeats_bit_for_bit() {
     assert_same_bits("swiglu", &[random(90_000, 15), random(90_000, 16)], &gated(swiglu, 300, 300, 3.0));
+}
+
+/// f16 and bf16 have no CPU kernel: the plain version takes them, gradients included.
+#[test]
+fn half_floats_take_the_plain_version() {
+    let (t, e) = (20, 32);
+    for (dtype, tolerance) in [(DType::F16, 4e-3), (DType::BF16, 3e-2)] {
+        let op = |norm: RmsNorm, gate: Swiglu| {
+            move |x: &[Tensor<1>]| {
+                let half = |x: &Tensor<1>| x.clone().cast(dtype);
+                let y = norm(half(&x[0]).reshape([t, e]), half(&x[1]), 1e-6);
+                gate(y.clone(), y).cast(DType::F32).reshape([-1])
+            }
+        };
+        let inputs = [random(t * e, 17), random(e, 18)];
+        let half = run(&inputs, &op(rms_norm, swiglu));
+        let bits = |results: &[Vec<f32>]| results.concat().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(&half), bits(&run(&inputs, &op(plain::rms_norm, plain::swiglu))), "{dtype:?}");
+        let exact = |x: &[Tensor<1>]| {
+            let y = plain::rms_norm(x[0].clone().reshape([t, e]), x[1].clone(), 1e-6);
+            plain::swiglu(y.clone(), y).reshape([-1])
+        };
+        // A few roundings to 11 or 8 bits.
+        assert_close(&format!("{dtype:?}"), &half, &run(&inputs, &exact), tolerance);
+    }
 }
