@@ -200,7 +200,8 @@ fn embedding_gradient_adds_up_repeated_ids() {
         embedding(ids, x[0].clone().reshape([v, e])).reshape([-1])
     };
     let weight = random(v * e, 11);
-    let [out, gradient] = <[Vec<f32>; 2]>::try_from(run(std::slice::from_ref(&weight), &op)).expect("two results");
+    let [out, gradient] =
+        <[Vec<f32>; 2]>::try_from(run(std::slice::from_ref(&weight), &op)).expect("two results");
     let incoming = random(ids.len() * e, 999).values;
     let mut expected = vec![0.0f32; v * e];
     for (n, &id) in ids.iter().enumerate() {
