@@ -114,7 +114,8 @@ fn describe(differences: &[Difference]) -> Vec<String> {
     std::iter::once("Configuration, where it differs from the defaults:".to_string()).chain(lines).collect()
 }
 
-/// The first Ctrl-C finishes the step at hand and saves; the second ends the process at once.
+/// The first Ctrl-C (or SIGTERM, as schedulers send it) finishes the step at hand and saves; the second ends the
+/// process at once.
 fn stop_on_ctrl_c() -> Result<StopFlag> {
     let stop = StopFlag::default();
     let flag = stop.clone();
@@ -122,7 +123,7 @@ fn stop_on_ctrl_c() -> Result<StopFlag> {
         if flag.stop() {
             std::process::exit(130);
         }
-        let _ = writeln!(io::stderr(), "finishing the step and saving; Ctrl-C again ends at once");
+        let _ = writeln!(io::stderr(), "finishing the step and saving; once more ends at once");
     };
     ctrlc::set_handler(handler).map_err(|e| Error::Usage {
         message: format!("cannot listen for Ctrl-C: {e}"),

@@ -101,7 +101,7 @@ impl DataReport {
                     "is",
                     "are",
                     &format!(
-                        "longer than seq_len {}, with no trained token before the cut, and has no part in training",
+                        "longer than seq_len {}, with no trained token before the cut: left out",
                         self.seq_len
                     ),
                 ),
