@@ -54,13 +54,14 @@ fn data(config: &SftConfig, reader: &mut Reader) {
         "make `data.batch_size` a multiple of `data.micro_batch_size`",
     );
     if let Some(limit) = config.model.max_position_embeddings {
-        let seq_len = config.data.seq_len();
-        reader.rule(
-            seq_len <= limit,
-            &["data.seq_len", "model.max_position_embeddings"],
-            || format!("`data.seq_len` is {seq_len}, above `model.max_position_embeddings` = {limit}"),
-            "lower `data.seq_len` or raise `model.max_position_embeddings`",
-        );
+        for (key, seq_len) in row_lengths(config) {
+            reader.rule(
+                seq_len <= limit,
+                &[key, "model.max_position_embeddings"],
+                || format!("`{key}` is {seq_len}, above `model.max_position_embeddings` = {limit}"),
+                "lower it or raise `model.max_position_embeddings`",
+            );
+        }
     }
     if let super::DataConfig::Sft(sft) = &config.data {
         sources("data", sft, reader);
@@ -74,6 +75,12 @@ fn data(config: &SftConfig, reader: &mut Reader) {
             "set `val.data.name` to the held-out data, or `val = \"None\"`",
         );
     }
+}
+
+/// `data.seq_len`, and that of held-out data.
+fn row_lengths(config: &SftConfig) -> Vec<(&'static str, usize)> {
+    let val = config.val.as_ref().map(|val| ("val.data.seq_len", val.data.seq_len));
+    std::iter::once(("data.seq_len", config.data.seq_len())).chain(val).collect()
 }
 
 /// The lists of sources to interleave go together.
@@ -307,7 +314,7 @@ impl Plan {
     /// [`Error::Config`] if the schedule doesn't fit into them, or the run has no end.
     pub fn total_steps(&self, steps_per_epoch: Option<usize>) -> Result<usize> {
         let config = &self.config;
-        let by_epochs = config.num_epochs.zip(steps_per_epoch).map(|(epochs, steps)| epochs * steps);
+        let by_epochs = config.num_epochs.zip(steps_per_epoch).map(|(n, steps)| n.saturating_mul(steps));
         let total = [config.max_steps, by_epochs].into_iter().flatten().min();
         let problem = match total {
             None => Some(Problem {
@@ -323,27 +330,27 @@ impl Plan {
         }
     }
 
-    /// Holds `seq_len` against the model's own `max_position_embeddings`; a warning if
+    /// Holds the row lengths against the model's own `max_position_embeddings`; a warning if
     /// `model.max_position_embeddings` lifts it.
     ///
     /// # Errors
     /// [`Error::Config`] if rows are longer than the model allows.
     pub fn check_positions(&self, model_limit: usize) -> Result<Option<String>> {
-        let seq_len = self.seq_len;
+        let longest = row_lengths(&self.config).into_iter().max_by_key(|(_, seq_len)| *seq_len);
+        let (key, seq_len) = longest.expect("training data has a row length");
         if seq_len <= model_limit {
             return Ok(None);
         }
         if self.config.model.max_position_embeddings.is_some() {
             return Ok(Some(format!(
-                "`data.seq_len` is {seq_len}: positions from {model_limit} on are new to the model, whose \
+                "`{key}` is {seq_len}: positions from {model_limit} on are new to the model, whose \
                  `max_position_embeddings` is {model_limit}"
             )));
         }
-        let message = format!(
-            "`data.seq_len` is {seq_len}, above the model's `max_position_embeddings` = {model_limit}"
-        );
+        let message =
+            format!("`{key}` is {seq_len}, above the model's `max_position_embeddings` = {model_limit}");
         let hint = format!(
-            "set `data.seq_len` to at most {model_limit}; `model.max_position_embeddings = {seq_len}` trains beyond it"
+            "set `{key}` to at most {model_limit}; `model.max_position_embeddings = {seq_len}` trains beyond it"
         );
         Err(Error::Config(vec![Problem { place: String::new(), message, hint }]))
     }

@@ -50,7 +50,7 @@ impl Loader {
     fn merge(&mut self, arguments: &Arguments) -> Node {
         let mut root = Node::table(self.sources.add("the defaults"));
         if arguments.files.is_empty() {
-            root.merge(parse_text(DEFAULT, "configs/default.toml", &mut self.sources, &mut self.problems));
+            root.merge(parse_text(DEFAULT, "built-in default.toml", &mut self.sources, &mut self.problems));
         }
         for file in &arguments.files {
             self.file(file).into_iter().for_each(|node| root.merge(node));

@@ -31,7 +31,7 @@ table! {
         /// needed; with both, the run ends at whichever comes first.
         max_steps: Option<usize> = None, 1..;
         /// Passes over the training data.
-        num_epochs: Option<usize> = None, 1..;
+        num_epochs: Option<usize> = None, 1..=100_000;
         /// Seed of adapter initialisation and dropout. The order of the data has its own, `data.seed`.
         seed: u64 = 0;
         /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`) or several (`cuda:0,1`).
@@ -78,7 +78,7 @@ table! {
         /// How frozen weights are held. `auto`: bfloat16 on CUDA, float32 elsewhere.
         dtype: String = "auto".into(), &["auto", "float32", "float16", "bfloat16"];
         /// Longest document to allow, in place of the model's own `max_position_embeddings`.
-        max_position_embeddings: Option<usize> = None, 1..;
+        max_position_embeddings: Option<usize> = None, 1..=16_777_216;
         /// Train adapters instead of all weights.
         lora: Option<LoraConfig> = None;
     }
@@ -96,7 +96,7 @@ table! {
     /// LoRA, with PEFT's names and meanings.
     pub struct LoraConfig {
         /// Rank r of the adapters.
-        rank: usize = 16, 1..;
+        rank: usize = 16, 1..=65_536;
         /// The adapter's output is scaled by alpha / r.
         alpha: f64 = 32.0, 0.0..;
         /// Dropout on the adapter's input, in training only.
@@ -113,7 +113,7 @@ table! {
         /// Scale by alpha / √r instead.
         use_rslora: bool = false;
         /// Other ranks for some modules: a table from regular expression to rank; the first match counts.
-        rank_pattern: Vec<(String, usize)> = vec![], 1..;
+        rank_pattern: Vec<(String, usize)> = vec![], 1..=65_536;
         /// Other alphas for some modules, likewise.
         alpha_pattern: Vec<(String, f64)> = vec![], 0.0..;
         /// The layers to adapt, counted from 0; needs a list in `target_modules`.
@@ -170,11 +170,11 @@ macro_rules! data_table {
             $(#[doc = $about])+
             pub struct $name: $tag {
                 /// Packed rows per optimizer step, over all ranks.
-                batch_size: usize = 128, 1..;
+                batch_size: usize = 128, 1..=16_777_216;
                 /// Tokens in a packed row; a longer document keeps its head.
-                seq_len: usize = 128, 1..;
+                seq_len: usize = 128, 1..=16_777_216;
                 /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
-                micro_batch_size: usize = 1, 1..;
+                micro_batch_size: usize = 1, 1..=16_777_216;
                 $($own)*
             }
         }

@@ -23,13 +23,13 @@ pub(crate) const REFUSED: &[Refused] = &[
     // The run.
     no("wandb", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
     no("monitors", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
-    no("bench", "a benchmark is a command of its own", "`embertune bench`"),
-    no("heartbeat", "nothing is sent over the network", "watch `metrics.jsonl` in the run folder"),
     no(
-        "deployment",
-        "ranks come from the launcher",
-        "start the ranks with torchrun, srun, mpirun or `embertune launch`",
+        "bench",
+        "there is no benchmark mode",
+        "`data.type = \"fake\"` and a small `max_steps`; each step prints its tokens/s",
     ),
+    no("heartbeat", "nothing is sent over the network", "watch `metrics.jsonl` in the run folder"),
+    no("deployment", "ranks come from the launcher", "one device a run for now; leave the section out"),
     no("slurm", "jobs are submitted by the user", "call `embertune sft` in your own sbatch script"),
     no("loss_impl", "there is one loss, and it never holds all logits", FREE),
     no("loss", RL, FREE),
