@@ -218,7 +218,7 @@ macro_rules! choice {
         pub enum $name:ident { $( $(#[doc = $doc:literal])+ $word:literal => $variant:ident ),+ $(,)? }
     ) => {
         $(#[doc = $about])+
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
         pub enum $name { $( $(#[doc = $doc])+ $variant ),+ }
 
         impl $name {

@@ -12,15 +12,17 @@
 //! ```
 //!
 //! The way there: `read` takes files row by row (`source`, `parquet`), brings each [`Row`] into one form
-//! (`row`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
+//! (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
 //! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`).
 
 mod batch;
 mod chat;
 mod fake;
+mod format;
 mod interleave;
 mod jinja;
 mod loader;
+mod message;
 mod order;
 mod pack;
 mod parquet;
@@ -34,7 +36,7 @@ mod trace;
 pub use chat::Rendered;
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
 pub use report::{Counted, DataReport, DropReason};
-pub use row::{Body, Conversation, Format, Place, Row, read_rows};
+pub use row::{Body, Conversation, Place, Row, read_rows};
 pub use tokenize::ChatTokenizer;
 
 /// One tokenised document, before packing.

@@ -10,19 +10,21 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+use super::format::TOOL_DEFS;
 use super::parquet;
 use super::row::{Fault, Place, RawRow};
+use crate::config::ColumnsConfig;
 use crate::error::{Error, Result};
 use crate::hub::DATA_ENDINGS;
 
 /// Rows of a file, in order.
 pub(super) type Rows = Box<dyn Iterator<Item = Result<RawRow>> + Send>;
 
-/// Opens a data file by its ending.
-pub(super) fn open(path: &Path) -> Result<Rows> {
+/// Opens a data file by its ending; other columns than `columns` has needn't be read.
+pub(super) fn open(path: &Path, columns: &ColumnsConfig) -> Result<Rows> {
     let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
     match ending.as_str() {
-        "parquet" => parquet::rows(path),
+        "parquet" => parquet::rows(path, &wanted(columns)),
         "jsonl" => Ok(Box::new(Lines::open(path)?)),
         "json" if starts_with_list(path)? => json_list(path),
         "json" => Ok(Box::new(Lines::open(path)?)),
@@ -33,6 +35,12 @@ pub(super) fn open(path: &Path) -> Result<Rows> {
             format!("Files may end in {}.", DATA_ENDINGS.map(|e| format!("`.{e}`")).join(", ")),
         )),
     }
+}
+
+/// Columns that mean something.
+fn wanted(columns: &ColumnsConfig) -> Vec<String> {
+    let names = columns.names().into_iter().map(|(_, column)| column);
+    names.chain([TOOL_DEFS.to_string()]).collect()
 }
 
 /// A jsonl file being read.
@@ -154,7 +162,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, bytes).unwrap();
-        open(&path)
+        open(&path, &ColumnsConfig::default())
             .unwrap()
             .map(|row| {
                 row.map(|row| (row.place.row, Value::Object(row.columns)))

@@ -83,6 +83,7 @@ impl ChatTokenizer {
         let special_texts = special.iter().map(|(_, text)| text.clone()).collect::<Vec<_>>();
         let compile = |(path, source): (PathBuf, String)| {
             ChatTemplate::new(&source, template_variables(&settings), special_texts.clone())
+                .map(|template| template.with_thinking(config.thinking))
                 .map_err(|fault| fault.at_file(&path))
         };
         let (template, tool_template) = match own_template.clone() {
@@ -173,21 +174,29 @@ impl ChatTokenizer {
                 let (ids, offsets) = self.tokenise(&text)?;
                 Ok(Sample { mask: mask(&offsets, &spans), ids })
             }
-            Body::Text(text) => {
-                if text.is_empty() {
-                    return Ok(Sample::default());
-                }
-                let (mut ids, _) = self.tokenise(text)?;
-                if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
-                    ids.insert(0, bos);
-                }
-                if let Some(eos) = self.eos_id().filter(|eos| ids.last() != Some(eos)) {
-                    ids.push(eos);
-                }
-                Ok(Sample { mask: vec![true; ids.len()], ids })
-            }
+            Body::Text(text) => self.encode_plain("", text),
+            Body::Continuation { prompt, completion } => self.encode_plain(prompt, completion),
             Body::Tokens { input_ids, labels } => self.take_tokens(input_ids, labels),
         }
+    }
+
+    /// Plain text, trained from the end of `context` on, its end token included.
+    fn encode_plain(&self, context: &str, trained: &str) -> Result<Sample, Fault> {
+        if trained.is_empty() {
+            return Ok(Sample::default());
+        }
+        let text = format!("{context}{trained}");
+        let (mut ids, offsets) = self.tokenise(&text)?;
+        let mut mask = mask(&offsets, std::slice::from_ref(&(context.len()..text.len())));
+        if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+            mask.insert(0, context.is_empty());
+        }
+        if let Some(eos) = self.eos_id().filter(|eos| ids.last() != Some(eos)) {
+            ids.push(eos);
+            mask.push(true);
+        }
+        Ok(Sample { ids, mask })
     }
 
     /// Tokens made elsewhere: checked, as nothing else will.

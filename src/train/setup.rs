@@ -133,9 +133,10 @@ pub(super) fn describe_data(loader: &Loader) -> String {
         return "Data: made-up tokens".into();
     }
     format!(
-        "Data: {} of {} rows, {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
+        "Data: {} of {} rows ({}), {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
         report.documents,
         report.rows,
+        report.formats(),
         report.tokens,
         report.trained,
         report.packed_rows,
