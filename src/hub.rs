@@ -17,7 +17,7 @@ mod layout;
 mod remote;
 
 use cache::{Kind, Repo};
-pub(crate) use layout::ENDINGS as DATA_ENDINGS;
+pub(crate) use layout::{ENDINGS as DATA_ENDINGS, data_ending};
 
 /// The folder of a model: `config.json`, weights, tokenizer.
 ///
@@ -70,7 +70,8 @@ fn folder(
     Ok(snapshot)
 }
 
-/// The data files of a dataset: one file, a folder in the hub's layout, or a hub dataset.
+/// The data files of a dataset: one file, those that a pattern (`data/*.jsonl`) matches, a folder in the
+/// hub's layout, or a hub dataset.
 ///
 /// `subset` is the name of a folder inside it; files belong to a split by their names.
 ///
@@ -82,6 +83,9 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
     if path.is_file() {
         return Ok(vec![path.to_path_buf()]);
     }
+    if !path.exists() && name.contains(['*', '?', '[']) {
+        return matching(name);
+    }
     let embedded = embedded(name)?;
     let choose = |listing: &dyn Listing| layout::data_files(listing.paths(), subset, split);
     if let Some(dir) = embedded.or_else(|| path.is_dir().then(|| path.to_path_buf())) {
@@ -92,6 +96,18 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
     let repo = Repo::parse(Kind::Dataset, name).ok_or_else(|| not_found(name, KEY, None))?;
     let (snapshot, files) = resolve(&repo, &choose).map_err(|problem| problem.into_error(name, KEY))?;
     Ok(files.into_iter().map(|file| snapshot.join(file)).collect())
+}
+
+/// The files that a pattern matches, by name. All of them are meant, whatever split their names speak of.
+fn matching(pattern: &str) -> Result<Vec<PathBuf>> {
+    let fault = |message: String| {
+        let hint = "`*` is any part of a name, `**` any folders, `?` one character, `[ab]` one of these.";
+        Error::data(pattern, None, message, hint)
+    };
+    let found = glob::glob(pattern).map_err(|error| fault(format!("not a pattern for files: {error}")))?;
+    let files = found.collect::<Result<Vec<_>, _>>().map_err(|error| fault(error.to_string()))?;
+    let files: Vec<PathBuf> = files.into_iter().filter(|file| file.is_file()).collect();
+    if files.is_empty() { Err(fault("no file matches this pattern".into())) } else { Ok(files) }
 }
 
 /// A folder on disk.

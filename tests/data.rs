@@ -13,8 +13,8 @@ use std::sync::{Arc, OnceLock};
 use common::goldens::{json, root};
 use common::neutral::Case;
 use embertune::config::{
-    ColumnsConfig, DataFormat, FakeDataConfig, FakeInputIds, FakeLength, LossMaskConfig, SftDataConfig,
-    StoppingStrategy, TokenizerConfig,
+    ColumnsConfig, DataFormat, FakeDataConfig, FakeInputIds, FakeLength, LongDocuments, LossMaskConfig,
+    SftDataConfig, StoppingStrategy, Thinking, TokenizerConfig,
 };
 use embertune::data::{
     Batch, Body, ChatTokenizer, Conversation, Loader, LoaderState, Row, Sample, read_rows, validation_batches,

@@ -1,6 +1,7 @@
 //! What other modules ask a configuration, beside its fields.
 
-use super::{ColumnsConfig, DataConfig, Difference, SchedulerConfig, SftConfig, load, reference, write};
+use super::reference::Reference;
+use super::{ColumnsConfig, DataConfig, Difference, SchedulerConfig, SftConfig, load, write};
 
 impl SftConfig {
     /// Reads a whole configuration from TOML text; `name` is what messages call it.
@@ -90,10 +91,10 @@ impl ColumnsConfig {
 
 /// The reference of all keys, as in `docs/config.md`.
 pub fn reference() -> String {
-    reference::Reference::new().markdown()
+    Reference::new().markdown()
 }
 
 /// The reference of all keys as flags, for `--help`.
 pub fn help() -> String {
-    reference::Reference::new().flags()
+    Reference::new().flags()
 }

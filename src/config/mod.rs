@@ -202,8 +202,8 @@ macro_rules! data_table {
 data_table! {
     /// Conversations or text, in any of the forms that `format` lists.
     pub struct SftDataConfig: "sft" {
-        /// A jsonl or parquet file, a local folder of them (Hugging Face layout), or a hub id; `embertune/reverse-text`
-        /// is the data inside this program.
+        /// A file (jsonl, json, csv, parquet; gz and zst too), a pattern for several (`data/*.jsonl`), a local folder of
+        /// them (Hugging Face layout), or a hub id; `embertune/reverse-text` is the data inside this program.
         name: String = "PrimeIntellect/Reverse-Text-SFT".into();
         /// Subsets to interleave; one for each of `splits` if both are given.
         subsets: Option<Vec<String>> = None;

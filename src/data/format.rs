@@ -126,8 +126,8 @@ impl Columns<'_> {
             }
             DataFormat::Pretokenized => {
                 let (ids, labels) = (self.needs(&names.input_ids), self.needs(&names.labels));
-                let input_ids = numbers(&names.input_ids, &ids)?;
-                return Ok(Body::Tokens { input_ids, labels: numbers(&names.labels, &labels)? });
+                let input_ids = numbers(&names.input_ids, ids)?;
+                return Ok(Body::Tokens { input_ids, labels: numbers(&names.labels, labels)? });
             }
             DataFormat::Messages => (messages(&names.messages, self.needs(&names.messages))?, 0),
             DataFormat::ShareGpt => (share_gpt(&names.conversations, self.needs(&names.conversations))?, 0),
@@ -175,8 +175,8 @@ impl Columns<'_> {
     }
 }
 
-fn numbers(what: &str, value: &Value) -> Result<Vec<i64>, Fault> {
-    let items = value.as_array().ok_or_else(|| wrong_type(what, value, "a list of numbers"))?;
+fn numbers(what: &str, value: Value) -> Result<Vec<i64>, Fault> {
+    let items = list(what, value)?;
     let number = |(i, item): (usize, &Value)| {
         item.as_i64().ok_or_else(|| wrong_type(&format!("{what}[{i}]"), item, "a whole number"))
     };

@@ -11,12 +11,13 @@
 //! cu_seqlens      0                     7               12           16
 //! ```
 //!
-//! The way there: `read` takes files row by row (`source`, `parquet`), brings each [`Row`] into one form
+//! The way there: `read` takes files row by row (`source`, `csv`, `parquet`), brings each [`Row`] into one form
 //! (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
 //! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`).
 
 mod batch;
 mod chat;
+mod csv;
 mod fake;
 mod format;
 mod interleave;
