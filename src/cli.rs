@@ -13,6 +13,8 @@ use crate::report::log::{self, LogFile};
 use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
 use crate::{Error, Result, SftLearner, StopFlag, Summary, export};
 
+mod preview;
+
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
 #[derive(Debug, Parser)]
 #[command(name = "embertune", version, about)]
@@ -28,6 +30,12 @@ enum Command {
     #[command(disable_help_flag = true)]
     Sft {
         /// `@ FILE` and `--section.key VALUE`, as often as needed; later ones win.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Look at one row: the text that the chat template makes of it, trained tokens coloured. `preview @ run.toml`
+    Preview {
+        /// As for `sft`; and `--row N` (from 1), `--ids` for a token a line.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -58,6 +66,7 @@ pub fn run() -> Result<()> {
             print(&format!("{SFT_USAGE}\n{}", config::reference()))
         }
         Command::Sft { args } => sft(&args),
+        Command::Preview { args } => preview::preview(&args),
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     }
 }

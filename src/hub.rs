@@ -27,6 +27,14 @@ pub fn model_dir(name: &str) -> Result<PathBuf> {
     folder(name, "model.name", layout::model_files)
 }
 
+/// The folder of a model's `config.json` and tokenizer: as [`model_dir`], but the weights may be missing.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn config_dir(name: &str) -> Result<PathBuf> {
+    folder(name, "model.name", layout::tokenizer_files)
+}
+
 /// The folder of a tokenizer: as [`model_dir`], but without the weights.
 ///
 /// # Errors

@@ -409,3 +409,24 @@ fn ctrl_c_finishes_the_step_saves_and_ends_with_130() {
     dir.sft(&["--ckpt.resume-step", "-1", "--max-steps", &steps]).succeeds().says(&["Resuming after"]);
     assert_eq!(dir.losses("out").len() as u64, last + 2);
 }
+
+#[test]
+fn preview_shows_what_is_trained_of_a_row() {
+    let dir = RunDir::new();
+    dir.write("rows.csv", "question,answer\nfirst,one\nsecond,two\n");
+    let columns = ["--data.columns.prompt", "question", "--data.columns.completion", "answer"];
+    let preview = |args: &[&str]| {
+        dir.run(&[&["preview", "@", "run.toml", "--data.name", "rows.csv"], &columns[..], args].concat())
+    };
+    let shown = preview(&["--row", "2"]).succeeds().says(&["rows.csv:3 (prompt_completion): "]).stdout;
+    let (about, text) = shown.split_once("\n\n").expect("a line about the row, then the row");
+    assert!(about.ends_with("trained (⟦so⟧)"), "{about}");
+    let (before, trained) = text.split_once('⟦').expect("something is trained");
+    assert!(before.contains("second") && !before.contains("two"), "{before}");
+    assert!(trained.contains("two") && trained.contains("⟧"), "{trained}");
+    assert!(!shown.contains('\x1b'), "colours are for terminals");
+    let ids = preview(&["--row=1", "--ids"]).succeeds().stdout;
+    let trained = ids.lines().filter(|line| line.contains("⟦\"")).count();
+    assert!(ids.contains(&format!(" {trained} trained")), "{ids}");
+    preview(&["--row", "3"]).fails(1).says(&["there is no row 3: the last one is 2"]);
+}

@@ -13,7 +13,7 @@
 //!
 //! The way there: `read` takes files row by row (`source`, `csv`, `parquet`), brings each [`Row`] into one form
 //! (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
-//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`).
+//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`). `show` is for people.
 
 mod batch;
 mod chat;
@@ -30,6 +30,7 @@ mod parquet;
 mod read;
 mod report;
 mod row;
+mod show;
 mod source;
 mod tokenize;
 mod trace;
@@ -38,6 +39,7 @@ pub use chat::Rendered;
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
 pub use report::{Counted, DataReport, DropReason};
 pub use row::{Body, Conversation, Place, Row, read_rows};
+pub use show::{Preview, preview};
 pub use tokenize::ChatTokenizer;
 
 /// One tokenised document, before packing.

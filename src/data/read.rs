@@ -126,7 +126,7 @@ impl<'a> Reading<'a> {
             let message = format!("token id {id} is beyond the model's vocab_size {}", self.vocab_size);
             return Err(Error::data(row.place.file.as_ref(), row.place.row, message, ""));
         }
-        if trained(&sample) == 0 {
+        if sample.trained() == 0 {
             self.drop(DropReason::NothingTrained, &row.place);
             return Ok(());
         }
@@ -139,7 +139,7 @@ impl<'a> Reading<'a> {
             Counted::add(&mut self.report.without_stop, &row.place);
         }
         self.report.tokens += sample.ids.len();
-        self.report.trained += trained(&sample);
+        self.report.trained += sample.trained();
         self.report.longest = self.report.longest.max(sample.ids.len());
         self.samples.push(sample);
         Ok(())
@@ -165,7 +165,7 @@ impl<'a> Reading<'a> {
             }
         };
         *sample = Sample { ids: sample.ids[kept.clone()].to_vec(), mask: sample.mask[kept].to_vec() };
-        if trained(sample) == 0 {
+        if sample.trained() == 0 {
             self.drop(DropReason::TrainedBeyondSeqLen, &row.place);
             return Ok(false);
         }
@@ -200,11 +200,6 @@ impl<'a> Reading<'a> {
     }
 }
 
-/// Tokens that are trained as targets: the first of a document has nothing before it.
-fn trained(sample: &Sample) -> usize {
-    sample.mask.iter().skip(1).filter(|&&m| m).count()
-}
-
 fn no_rows(files: &[PathBuf]) -> Error {
     let file = files.first().cloned().unwrap_or_default();
     let more =
@@ -213,7 +208,7 @@ fn no_rows(files: &[PathBuf]) -> Error {
 }
 
 /// Pairs of subset and split that `data` asks for.
-fn subsets_and_splits(data: &SftDataConfig) -> Vec<(Option<&str>, &str)> {
+pub(super) fn subsets_and_splits(data: &SftDataConfig) -> Vec<(Option<&str>, &str)> {
     const DEFAULT: &str = "train";
     match (&data.subsets, &data.splits) {
         (None, None) => vec![(None, DEFAULT)],

@@ -113,7 +113,7 @@ pub struct Row {
 pub fn read_rows(
     path: &Path,
     data: &SftDataConfig,
-) -> Result<impl Iterator<Item = Result<Row, Error>>, Error> {
-    let rows = super::source::open(path, &data.columns)?;
-    Ok(rows.map(move |raw| super::format::normalise(raw?, data)))
+) -> Result<impl Iterator<Item = Result<Row, Error>> + use<>, Error> {
+    let (rows, data) = (super::source::open(path, &data.columns)?, data.clone());
+    Ok(rows.map(move |raw| super::format::normalise(raw?, &data)))
 }

@@ -11,7 +11,7 @@ use super::resume::Begun;
 use super::schedule::Schedule;
 use super::step::StepOptions;
 use crate::config::{DataConfig, Plan, SftConfig};
-use crate::data::{Batch, ChatTokenizer, Loader, validation_batches};
+use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
 use crate::model::{Decoder, HfConfig, LoraSpec};
 use crate::report::{Event, Report, RunInfo};
@@ -164,18 +164,12 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
     let mut texts = Vec::new();
     for batch in batches {
         for w in batch.cu_seqlens.windows(2) {
-            let (start, end) = (w[0] as usize, w[1] as usize);
+            let range = w[0] as usize..w[1] as usize;
             // Position t predicts token t + 1, so that is the token the mask is about.
-            let trained = |t: usize| t > start && batch.loss_mask[t - 1];
-            let (mut text, mut from) = (String::new(), start);
-            for t in start + 1..=end {
-                if t == end || trained(t) != trained(from) {
-                    let part = tokenizer.decode(&batch.input_ids[from..t], false)?;
-                    text += &if trained(from) { format!("⟦{part}⟧") } else { part };
-                    from = t;
-                }
-            }
-            texts.push(text);
+            let mask = range.clone().map(|t| t > range.start && batch.loss_mask[t - 1]).collect();
+            let parts = tokenizer.parts(&Sample { ids: batch.input_ids[range].to_vec(), mask })?;
+            let marked = parts.iter().map(|(text, t)| if *t { format!("⟦{text}⟧") } else { text.clone() });
+            texts.push(marked.collect());
         }
     }
     Ok(texts)
