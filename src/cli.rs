@@ -11,7 +11,7 @@ use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference, SftConfig};
 use crate::report::log::{self, LogFile};
 use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
-use crate::{Error, Result, SftLearner, StopFlag, Summary, export};
+use crate::{Error, Result, SftLearner, StopFlag, Summary, export, train};
 
 mod preview;
 
@@ -30,6 +30,12 @@ enum Command {
     #[command(disable_help_flag = true)]
     Sft {
         /// `@ FILE` and `--section.key VALUE`, as often as needed; later ones win.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
+    Check {
+        /// As for `sft`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -66,6 +72,7 @@ pub fn run() -> Result<()> {
             print(&format!("{SFT_USAGE}\n{}", config::reference()))
         }
         Command::Sft { args } => sft(&args),
+        Command::Check { args } => check(&args),
         Command::Preview { args } => preview::preview(&args),
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     }
@@ -112,6 +119,12 @@ fn sft(args: &[String]) -> Result<()> {
     let stop = stop_on_ctrl_c()?;
     let summary = SftLearner::new(config.clone())?.fit_with(&mut report, &stop)?;
     print(&next_steps(&config, args, &summary))
+}
+
+fn check(args: &[String]) -> Result<()> {
+    let config::Loaded { config, differences } = config::load(args)?;
+    let checked = train::check::check(&config)?;
+    print(&format!("{}\n{checked}", describe(&differences).join("\n")))
 }
 
 /// `key = value (default)` for each key that isn't at its default.

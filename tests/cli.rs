@@ -430,3 +430,29 @@ fn preview_shows_what_is_trained_of_a_row() {
     assert!(ids.contains(&format!(" {trained} trained")), "{ids}");
     preview(&["--row", "3"]).fails(1).says(&["there is no row 3: the last one is 2"]);
 }
+
+#[test]
+fn check_tells_what_sft_will_do_and_writes_nothing() {
+    let dir = RunDir::new();
+    let check = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat());
+    let told = check(&[]).succeeds().says(&["optim.lr", "(messages)", "up to ", "Verdict: ready to train"]);
+    assert!(!dir.path("out").exists());
+    let ran = dir.sft(&[]).succeeds();
+    let line = |text: &str, word: &str| text.lines().find(|l| l.contains(word)).expect(word).to_string();
+    let numbers = |line: String| {
+        let digits = line.replace(',', "");
+        let words = digits.split(|c: char| !c.is_ascii_digit()).filter(|w| w.len() > 1);
+        words.map(str::to_string).collect::<Vec<_>>()
+    };
+    let parameters = numbers(line(&told.stdout, "  parameters  "));
+    assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2]);
+    for args in [&["--model.lora", "None"][..], &["--model.lora.modules-to-save", "lm_head"]] {
+        let told = check(args).succeeds();
+        let ran = dir.sft(&[args, &["--clean-output-dir"]].concat()).succeeds();
+        let parameters = numbers(line(&told.stdout, "  parameters  "));
+        assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2], "{args:?}");
+    }
+    check(&["--data.seq-len", "8"]).fails(1).says(&["nothing to train on"]);
+    check(&["--model.lora.target-modules", "query"]).fails(1).says(&["matches no module"]);
+    check(&["--data.type", "fake", "--data.name"]).fails(1).without_panic();
+}

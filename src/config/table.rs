@@ -166,6 +166,7 @@ macro_rules! tagged {
     ) => {
         $(#[doc = $about])+
         #[derive(Debug, Clone, PartialEq)]
+        #[allow(clippy::large_enum_variant)] // a configuration holds one or two of each
         pub enum $name {
             $(
                 $(#[doc = $variant_doc])+

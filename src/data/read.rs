@@ -130,6 +130,7 @@ impl<'a> Reading<'a> {
             self.drop(DropReason::NothingTrained, &row.place);
             return Ok(());
         }
+        *self.report.lengths.entry(sample.ids.len().next_power_of_two()).or_default() += 1;
         let long = sample.ids.len() > self.max_document;
         if long && !self.cut(row, &mut sample)? {
             return Ok(());

@@ -60,6 +60,8 @@ pub struct DataReport {
     pub tokens: usize,
     /// Those that are trained, as targets.
     pub trained: usize,
+    /// Documents by length before cutting: the smallest power of two that holds them, and how many.
+    pub lengths: BTreeMap<usize, usize>,
     /// The longest document, after cutting.
     pub longest: usize,
     /// Packed rows of one epoch.

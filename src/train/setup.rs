@@ -84,11 +84,11 @@ pub(super) struct Data {
 pub(super) fn data(
     config: &SftConfig,
     base: &Path,
-    model: &Decoder,
+    model: &HfConfig,
     report: &mut dyn Report,
 ) -> Result<Data> {
-    let vocab_size = model.config().vocab_size;
-    let longest = config.model.max_position_embeddings.unwrap_or(model.config().max_position_embeddings);
+    let vocab_size = model.vocab_size;
+    let longest = config.model.max_position_embeddings.unwrap_or(model.max_position_embeddings);
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
     let tokenizer =
         if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
