@@ -456,3 +456,29 @@ fn check_tells_what_sft_will_do_and_writes_nothing() {
     check(&["--model.lora.target-modules", "query"]).fails(1).says(&["matches no module"]);
     check(&["--data.type", "fake", "--data.name"]).fails(1).without_panic();
 }
+
+#[test]
+fn chat_tokens_that_the_base_never_learned_are_told() {
+    let dir = RunDir::new();
+    let told = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat()).succeeds();
+    assert!(!told(&[]).stdout.contains("never trained"), "the tiny model's rows are all different");
+    let ok = common::goldens::root().join("bad/_ok/model");
+    std::fs::create_dir(dir.path("base")).unwrap();
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+        std::fs::copy(ok.join(file), dir.path("base").join(file)).unwrap();
+    }
+    // The row of `<|im_end|>`, token 264, becomes zero.
+    let mut bytes = dir.bytes("base/model.safetensors");
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let embedding = &tensors["model.embed_tokens.weight"];
+    let [start, end] = [0, 1].map(|i| embedding["data_offsets"][i].as_u64().unwrap() as usize);
+    let row = (end - start) / embedding["shape"][0].as_u64().unwrap() as usize;
+    bytes[8 + header + start + 264 * row..][..row].fill(0);
+    std::fs::write(dir.path("base/model.safetensors"), bytes).unwrap();
+    let base = ["--model.name", "base"];
+    told(&base).says(&["prints `<|im_end|>`, which this base model was never trained on", "modules_to_save"]);
+    dir.sft(&base).succeeds().says(&["warning: ", "never trained on"]);
+    let saved = [&base[..], &["--model.lora.modules-to-save", "embed_tokens", "lm_head"]].concat();
+    assert!(!told(&saved).stdout.contains("never trained"));
+}

@@ -90,6 +90,12 @@ impl DataReport {
         }
     }
 
+    /// Whether rows went through the chat template.
+    pub fn has_chats(&self) -> bool {
+        let plain = [DataFormat::Text, DataFormat::RawPromptCompletion, DataFormat::Pretokenized];
+        self.formats.keys().any(|format| !plain.contains(format))
+    }
+
     /// Rows that aren't trained.
     pub fn dropped_rows(&self) -> usize {
         self.dropped.values().map(|counted| counted.rows).sum()

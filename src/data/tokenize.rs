@@ -137,6 +137,19 @@ impl ChatTokenizer {
         self.special_ids.binary_search(&id).is_ok()
     }
 
+    /// The tokens flagged special, and of them those that the chat template prints around a question and
+    /// its answer.
+    pub fn special_ids(&self) -> (&[u32], Vec<u32>) {
+        let said =
+            |role: &str| Map::from_iter([("role".into(), role.into()), ("content".into(), Value::from("a"))]);
+        let conversation =
+            Conversation { messages: vec![said("user"), said("assistant")], ..Default::default() };
+        let rendered = self.render_chat(&conversation, &LossMaskConfig::default());
+        let ids = rendered.and_then(|rendered| Ok(self.tokenise(&rendered.text)?.0)).unwrap_or_default();
+        let printed = |id: &&u32| ids.contains(id);
+        (&self.special_ids, self.special_ids.iter().filter(printed).copied().collect())
+    }
+
     /// The text and trained parts of a conversation.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ mod lora;
 mod size;
 mod targets;
 mod trainable;
+mod untrained;
 mod weights;
 
 pub use config::HfConfig;
@@ -23,6 +24,7 @@ pub use lora::{AdaptedModule, Adapter, Embedding, Linear, LoraReport, LoraSpec, 
 pub use size::{Load, Memory, Sizes, sizes};
 pub(crate) use targets::{Modules, Resolved, resolve};
 pub use trainable::{ParameterCounts, Trainable};
+pub use untrained::untrained_tokens;
 pub use weights::LoadReport;
 pub(crate) use weights::{Checkpoint, Entry, decode};
 

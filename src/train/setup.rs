@@ -13,7 +13,7 @@ use super::step::StepOptions;
 use crate::config::{DataConfig, Plan, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
-use crate::model::{Decoder, HfConfig, LoraSpec};
+use crate::model::{Decoder, HfConfig, LoraSpec, untrained_tokens};
 use crate::report::{Event, Report, RunInfo};
 use crate::{Result, hub};
 
@@ -103,6 +103,11 @@ pub(super) fn data(
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
     loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
+    if let Some(tokenizer) = tokenizer.as_ref().filter(|_| loader.report().has_chats()) {
+        untrained_chat_tokens(config, base, tokenizer)?
+            .into_iter()
+            .for_each(|w| report.event(&Event::Warning(w)));
+    }
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
             let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
@@ -114,6 +119,32 @@ pub(super) fn data(
         _ => Vec::new(),
     };
     Ok(Data { tokenizer, loader, val })
+}
+
+/// A warning where the chat template prints tokens that the base model never learned and that the run won't
+/// teach it: without it such a model doesn't learn to stop.
+fn untrained_chat_tokens(
+    config: &SftConfig,
+    base: &Path,
+    tokenizer: &ChatTokenizer,
+) -> Result<Option<String>> {
+    let Some(lora) = &config.model.lora else { return Ok(None) };
+    if lora.modules_to_save.iter().any(|module| module.ends_with("embed_tokens")) {
+        return Ok(None);
+    }
+    let (special, printed) = tokenizer.special_ids();
+    let untrained = untrained_tokens(base, &printed, special)?;
+    if untrained.is_empty() {
+        return Ok(None);
+    }
+    let names = untrained.iter().map(|&id| Ok(format!("`{}`", tokenizer.decode(&[id], false)?)));
+    Ok(Some(format!(
+        "the chat template prints {}, which this base model was never trained on (by their rows of the \
+         embedding), and the adapter doesn't train them: it may not learn to stop; set \
+         `model.lora.modules_to_save = [\"embed_tokens\", \"lm_head\"]`, start from the instruct model, or name a \
+         template of known tokens in `[tokenizer] chat_template`",
+        names.collect::<Result<Vec<_>>>()?.join(", ")
+    )))
 }
 
 /// Where the run ends: at `max_steps`, or with the data if that is sooner.
