@@ -152,7 +152,9 @@ table! {
         name: Option<String> = None;
         /// The chat template itself, in Jinja.
         chat_template: Option<String> = None;
-        /// Which thoughts (`<think>…</think>`, `reasoning_content`) of assistant turns are printed.
+        /// Which thoughts (`<think>…</think>`, `reasoning_content`) of assistant turns are printed: those that the
+        /// `template` prints (Qwen3's drops them before the last user message), all (`keep`), at most those after the
+        /// `last` user message, or none (`strip`).
         thinking: Thinking = Thinking::Template;
     }
 }
@@ -209,11 +211,13 @@ data_table! {
         subsets: Option<Vec<String>> = None;
         /// Splits to interleave; `None` is `train`.
         splits: Option<Vec<String>> = None;
-        /// What the rows are; `auto` goes by their columns and says what it found.
+        /// What the rows are; `auto` goes by their columns and says what it found. `raw_prompt_completion` has to be
+        /// named: plain text without the chat template, trained from the completion on.
         format: DataFormat = DataFormat::Auto;
         /// What the file calls each column.
         columns: ColumnsConfig = ColumnsConfig::default();
-        /// What becomes of a document longer than `seq_len`.
+        /// What becomes of a document longer than `seq_len`: its `head` or `tail` is kept, it is left out (`drop`), or
+        /// the run doesn't start (`error`).
         long_documents: LongDocuments = LongDocuments::Head;
         /// How often each subset or split is drawn from; they sum to 1. `None` takes turns.
         probabilities: Option<Vec<f64>> = None, 0.0..;
