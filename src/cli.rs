@@ -11,7 +11,9 @@ use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference, SftConfig};
 use crate::report::log::{self, LogFile};
 use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
-use crate::{Error, Result, SftLearner, StopFlag, Summary, export};
+use crate::{Error, Result, SftLearner, StopFlag, Summary, export, train};
+
+mod preview;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
 #[derive(Debug, Parser)]
@@ -28,6 +30,18 @@ enum Command {
     #[command(disable_help_flag = true)]
     Sft {
         /// `@ FILE` and `--section.key VALUE`, as often as needed; later ones win.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
+    Check {
+        /// As for `sft`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Look at one row: the text that the chat template makes of it, trained tokens coloured. `preview @ run.toml`
+    Preview {
+        /// As for `sft`; and `--row N` (from 1), `--ids` for a token a line.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -58,6 +72,8 @@ pub fn run() -> Result<()> {
             print(&format!("{SFT_USAGE}\n{}", config::reference()))
         }
         Command::Sft { args } => sft(&args),
+        Command::Check { args } => check(&args),
+        Command::Preview { args } => preview::preview(&args),
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     }
 }
@@ -103,6 +119,12 @@ fn sft(args: &[String]) -> Result<()> {
     let stop = stop_on_ctrl_c()?;
     let summary = SftLearner::new(config.clone())?.fit_with(&mut report, &stop)?;
     print(&next_steps(&config, args, &summary))
+}
+
+fn check(args: &[String]) -> Result<()> {
+    let config::Loaded { config, differences } = config::load(args)?;
+    let checked = train::check::check(&config)?;
+    print(&format!("{}\n{checked}", describe(&differences).join("\n")))
 }
 
 /// `key = value (default)` for each key that isn't at its default.

@@ -17,7 +17,7 @@ mod layout;
 mod remote;
 
 use cache::{Kind, Repo};
-pub(crate) use layout::ENDINGS as DATA_ENDINGS;
+pub(crate) use layout::{ENDINGS as DATA_ENDINGS, data_ending};
 
 /// The folder of a model: `config.json`, weights, tokenizer.
 ///
@@ -25,6 +25,14 @@ pub(crate) use layout::ENDINGS as DATA_ENDINGS;
 /// Nothing by that name on disk, compiled in or on the hub.
 pub fn model_dir(name: &str) -> Result<PathBuf> {
     folder(name, "model.name", layout::model_files)
+}
+
+/// The folder of a model's `config.json` and tokenizer: as [`model_dir`], but the weights may be missing.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn config_dir(name: &str) -> Result<PathBuf> {
+    folder(name, "model.name", layout::tokenizer_files)
 }
 
 /// The folder of a tokenizer: as [`model_dir`], but without the weights.
@@ -70,7 +78,8 @@ fn folder(
     Ok(snapshot)
 }
 
-/// The data files of a dataset: one file, a folder in the hub's layout, or a hub dataset.
+/// The data files of a dataset: one file, those that a pattern (`data/*.jsonl`) matches, a folder in the
+/// hub's layout, or a hub dataset.
 ///
 /// `subset` is the name of a folder inside it; files belong to a split by their names.
 ///
@@ -82,6 +91,9 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
     if path.is_file() {
         return Ok(vec![path.to_path_buf()]);
     }
+    if !path.exists() && name.contains(['*', '?', '[']) {
+        return matching(name);
+    }
     let embedded = embedded(name)?;
     let choose = |listing: &dyn Listing| layout::data_files(listing.paths(), subset, split);
     if let Some(dir) = embedded.or_else(|| path.is_dir().then(|| path.to_path_buf())) {
@@ -92,6 +104,18 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
     let repo = Repo::parse(Kind::Dataset, name).ok_or_else(|| not_found(name, KEY, None))?;
     let (snapshot, files) = resolve(&repo, &choose).map_err(|problem| problem.into_error(name, KEY))?;
     Ok(files.into_iter().map(|file| snapshot.join(file)).collect())
+}
+
+/// The files that a pattern matches, by name. All of them are meant, whatever split their names speak of.
+fn matching(pattern: &str) -> Result<Vec<PathBuf>> {
+    let fault = |message: String| {
+        let hint = "`*` is any part of a name, `**` any folders, `?` one character, `[ab]` one of these.";
+        Error::data(pattern, None, message, hint)
+    };
+    let found = glob::glob(pattern).map_err(|error| fault(format!("not a pattern for files: {error}")))?;
+    let files = found.collect::<Result<Vec<_>, _>>().map_err(|error| fault(error.to_string()))?;
+    let files: Vec<PathBuf> = files.into_iter().filter(|file| file.is_file()).collect();
+    if files.is_empty() { Err(fault("no file matches this pattern".into())) } else { Ok(files) }
 }
 
 /// A folder on disk.

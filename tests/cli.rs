@@ -409,3 +409,76 @@ fn ctrl_c_finishes_the_step_saves_and_ends_with_130() {
     dir.sft(&["--ckpt.resume-step", "-1", "--max-steps", &steps]).succeeds().says(&["Resuming after"]);
     assert_eq!(dir.losses("out").len() as u64, last + 2);
 }
+
+#[test]
+fn preview_shows_what_is_trained_of_a_row() {
+    let dir = RunDir::new();
+    dir.write("rows.csv", "question,answer\nfirst,one\nsecond,two\n");
+    let columns = ["--data.columns.prompt", "question", "--data.columns.completion", "answer"];
+    let preview = |args: &[&str]| {
+        dir.run(&[&["preview", "@", "run.toml", "--data.name", "rows.csv"], &columns[..], args].concat())
+    };
+    let shown = preview(&["--row", "2"]).succeeds().says(&["rows.csv:3 (prompt_completion): "]).stdout;
+    let (about, text) = shown.split_once("\n\n").expect("a line about the row, then the row");
+    assert!(about.ends_with("trained (⟦so⟧)"), "{about}");
+    let (before, trained) = text.split_once('⟦').expect("something is trained");
+    assert!(before.contains("second") && !before.contains("two"), "{before}");
+    assert!(trained.contains("two") && trained.contains("⟧"), "{trained}");
+    assert!(!shown.contains('\x1b'), "colours are for terminals");
+    let ids = preview(&["--row=1", "--ids"]).succeeds().stdout;
+    let trained = ids.lines().filter(|line| line.contains("⟦\"")).count();
+    assert!(ids.contains(&format!(" {trained} trained")), "{ids}");
+    preview(&["--row", "3"]).fails(1).says(&["there is no row 3: the last one is 2"]);
+}
+
+#[test]
+fn check_tells_what_sft_will_do_and_writes_nothing() {
+    let dir = RunDir::new();
+    let check = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat());
+    let told = check(&[]).succeeds().says(&["optim.lr", "(messages)", "up to ", "Verdict: ready to train"]);
+    assert!(!dir.path("out").exists());
+    let ran = dir.sft(&[]).succeeds();
+    let line = |text: &str, word: &str| text.lines().find(|l| l.contains(word)).expect(word).to_string();
+    let numbers = |line: String| {
+        let digits = line.replace(',', "");
+        let words = digits.split(|c: char| !c.is_ascii_digit()).filter(|w| w.len() > 1);
+        words.map(str::to_string).collect::<Vec<_>>()
+    };
+    let parameters = numbers(line(&told.stdout, "  parameters  "));
+    assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2]);
+    for args in [&["--model.lora", "None"][..], &["--model.lora.modules-to-save", "lm_head"]] {
+        let told = check(args).succeeds();
+        let ran = dir.sft(&[args, &["--clean-output-dir"]].concat()).succeeds();
+        let parameters = numbers(line(&told.stdout, "  parameters  "));
+        assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2], "{args:?}");
+    }
+    check(&["--data.seq-len", "8"]).fails(1).says(&["nothing to train on"]);
+    check(&["--model.lora.target-modules", "query"]).fails(1).says(&["matches no module"]);
+    check(&["--data.type", "fake", "--data.name"]).fails(1).without_panic();
+}
+
+#[test]
+fn chat_tokens_that_the_base_never_learned_are_told() {
+    let dir = RunDir::new();
+    let told = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat()).succeeds();
+    assert!(!told(&[]).stdout.contains("never trained"), "the tiny model's rows are all different");
+    let ok = common::goldens::root().join("bad/_ok/model");
+    std::fs::create_dir(dir.path("base")).unwrap();
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+        std::fs::copy(ok.join(file), dir.path("base").join(file)).unwrap();
+    }
+    // The row of `<|im_end|>`, token 264, becomes zero.
+    let mut bytes = dir.bytes("base/model.safetensors");
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let embedding = &tensors["model.embed_tokens.weight"];
+    let [start, end] = [0, 1].map(|i| embedding["data_offsets"][i].as_u64().unwrap() as usize);
+    let row = (end - start) / embedding["shape"][0].as_u64().unwrap() as usize;
+    bytes[8 + header + start + 264 * row..][..row].fill(0);
+    std::fs::write(dir.path("base/model.safetensors"), bytes).unwrap();
+    let base = ["--model.name", "base"];
+    told(&base).says(&["prints `<|im_end|>`, which this base model was never trained on", "modules_to_save"]);
+    dir.sft(&base).succeeds().says(&["warning: ", "never trained on"]);
+    let saved = [&base[..], &["--model.lora.modules-to-save", "embed_tokens", "lm_head"]].concat();
+    assert!(!told(&saved).stdout.contains("never trained"));
+}

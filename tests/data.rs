@@ -13,11 +13,11 @@ use std::sync::{Arc, OnceLock};
 use common::goldens::{json, root};
 use common::neutral::Case;
 use embertune::config::{
-    FakeDataConfig, FakeInputIds, FakeLength, LossMaskConfig, SftDataConfig, StoppingStrategy,
-    TokenizerConfig,
+    ColumnsConfig, DataFormat, FakeDataConfig, FakeInputIds, FakeLength, LongDocuments, LossMaskConfig,
+    SftDataConfig, StoppingStrategy, Thinking, TokenizerConfig,
 };
 use embertune::data::{
-    Batch, Body, ChatTokenizer, Loader, LoaderState, Row, Sample, read_rows, validation_batches,
+    Batch, Body, ChatTokenizer, Conversation, Loader, LoaderState, Row, Sample, read_rows, validation_batches,
 };
 use serde_json::{Value, json as value};
 
@@ -59,29 +59,40 @@ fn numbers(value: &Value) -> Vec<u32> {
 
 /// A row as a file of one line would give it.
 fn row(columns: &Value) -> Row {
-    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
-    std::fs::write(file.path(), columns.to_string()).unwrap();
-    read_rows(file.path()).unwrap().next().expect("a row").unwrap_or_else(|e| panic!("{e}"))
+    row_as(DataFormat::Auto, columns)
 }
 
-/// The golden conversations, with the template's variables in their column.
-fn chat_cases() -> Vec<(String, Value, Row)> {
+fn row_as(format: DataFormat, columns: &Value) -> Row {
+    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    std::fs::write(file.path(), columns.to_string()).unwrap();
+    let data = SftDataConfig { format, ..Default::default() };
+    let row = read_rows(file.path(), &data).unwrap().next().expect("a row");
+    row.unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The golden rows, with the template's variables in their column.
+fn all_cases() -> Vec<(String, Value, Row)> {
     let cases = json(&root().join("chat/cases.json"));
     let cases: Vec<_> = list(&cases)
         .iter()
-        // Strings are one user and one assistant message here; plain text is a `text` column.
-        .filter(|case| case["convention"] != "raw")
         .map(|case| {
             let mut columns = case["row"].clone();
             columns["chat_template_kwargs"] = case["kwargs"].clone();
-            (case["name"].as_str().unwrap().to_string(), case.clone(), row(&columns))
+            let raw = case["convention"] == "raw";
+            let format = if raw { DataFormat::RawPromptCompletion } else { DataFormat::Auto };
+            (case["name"].as_str().unwrap().to_string(), case.clone(), row_as(format, &columns))
         })
         .collect();
-    assert!(cases.len() >= 31, "only {} cases", cases.len());
+    assert!(cases.len() >= 33, "only {} cases", cases.len());
     cases
 }
 
-fn conversation(row: &Row) -> &embertune::data::Conversation {
+/// Those of them that are conversations.
+fn chat_cases() -> Vec<(String, Value, Row)> {
+    all_cases().into_iter().filter(|(_, case, _)| case["convention"] != "raw").collect()
+}
+
+fn conversation(row: &Row) -> &Conversation {
     match &row.body {
         Body::Chat(conversation) => conversation,
         other => panic!("not a conversation: {other:?}"),
@@ -112,11 +123,123 @@ fn rendered_text_and_trained_parts_are_those_of_the_goldens() {
     }
 }
 
+/// The tiny tokenizer with the goldens' template (Qwen3's) or another one.
+fn thinking(thinking: Thinking, template: Option<&str>) -> ChatTokenizer {
+    let qwen3 = root().join("chat/template.jinja").to_string_lossy().into_owned();
+    let chat_template = Some(template.map_or(qwen3, str::to_string));
+    let config = TokenizerConfig { chat_template, thinking, ..Default::default() };
+    ChatTokenizer::load(&root().join("tiny_tokenizer"), &config).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// What is trained of each turn.
+fn trained_parts(tokenizer: &ChatTokenizer, row: &Row) -> Vec<String> {
+    let got =
+        tokenizer.render(conversation(row), &LossMaskConfig::default()).unwrap_or_else(|e| panic!("{e}"));
+    got.spans.iter().map(|span| got.text[span.clone()].to_string()).collect()
+}
+
+#[test]
+fn thoughts_are_the_templates_all_the_last_or_none() {
+    let turns = value!({"messages": [
+        {"role": "user", "content": "1+1"}, {"role": "assistant", "reasoning_content": "add", "content": "2"},
+        {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "<think>\nagain\n</think>\n\n4"}]});
+    let turns = row(&turns);
+    let [add, again] = ["<think>\nadd\n</think>\n\n", "<think>\nagain\n</think>\n\n"];
+    let none = "<think>\n\n</think>\n\n";
+    for (setting, first, last) in [
+        (Thinking::Template, "", again),
+        (Thinking::Keep, add, again),
+        (Thinking::Last, "", again),
+        (Thinking::Strip, "", none),
+    ] {
+        let got = trained_parts(&thinking(setting, None), &turns);
+        assert_eq!(got, [format!("{first}2<|im_end|>"), format!("{last}4<|im_end|>")], "{setting:?}");
+    }
+    // A template that prints contents as they are.
+    let plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+    let inline =
+        |i: usize| value!({"role": "assistant", "content": format!("<think>\nt{i}\n</think>\n\nw{i}")});
+    let user = value!({"role": "user", "content": "u"});
+    let turns = row(&value!({"messages": [user.clone(), inline(1), user, inline(2)]}));
+    let thought = |i: usize| format!("<think>\nt{i}\n</think>\n\n");
+    for (setting, first, last) in [
+        (Thinking::Template, thought(1), thought(2)),
+        (Thinking::Keep, thought(1), thought(2)),
+        (Thinking::Last, String::new(), thought(2)),
+        (Thinking::Strip, String::new(), String::new()),
+    ] {
+        let got = trained_parts(&thinking(setting, Some(plain)), &turns);
+        assert_eq!(got, [format!("{first}w1<|im_end|>"), format!("{last}w2<|im_end|>")], "{setting:?}");
+    }
+    let field = row(&value!({"messages": [{"role": "assistant", "thinking": "t", "content": "w"}]}));
+    let error = thinking(Thinking::Keep, Some(plain)).encode(&field, &LossMaskConfig::default()).unwrap_err();
+    assert!(error.to_string().contains("prints no `reasoning_content`"), "{error}");
+}
+
+#[test]
+fn kept_thoughts_are_printed_as_those_of_the_last_turn_are() {
+    let keep = thinking(Thinking::Keep, None);
+    let text = |conversation: &Conversation| keep.render(conversation, &LossMaskConfig::default()).unwrap();
+    let mut compared = 0;
+    for (name, _, row) in chat_cases() {
+        let mut longer = conversation(&row).clone();
+        let native = tiny().render(&longer, &LossMaskConfig::default()).unwrap();
+        assert_eq!(text(&longer).spans.len(), native.spans.len(), "{name}");
+        if !["reasoning_content", "reasoning_in_tool_steps", "tools_one_call"].contains(&name.as_str()) {
+            continue;
+        }
+        let thought = |m: &&mut serde_json::Map<String, Value>| m["role"] == "assistant";
+        for message in longer.messages.iter_mut().filter(thought) {
+            message.entry("reasoning_content").or_insert("because".into());
+        }
+        let want = text(&longer);
+        for (role, words) in [("user", "and then?"), ("assistant", "nothing")] {
+            let message = value!({"role": role, "content": words});
+            longer.messages.push(message.as_object().unwrap().clone());
+        }
+        let got = text(&longer);
+        assert!(got.text.starts_with(&want.text), "{name}: {}\n{}", got.text, want.text);
+        assert_eq!(got.spans[..want.spans.len()], want.spans, "{name}");
+        compared += 1;
+    }
+    assert_eq!(compared, 3);
+}
+
+#[test]
+fn long_documents_keep_an_end_or_none_or_stop_the_run() {
+    let rows = ["short", "a long question, and a longer answer to it, longer than a row of 64 tokens can be"];
+    let line = |text: &&str| value!({"prompt": "p", "completion": text}).to_string();
+    let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+    std::fs::write(file.path(), rows.iter().map(line).collect::<Vec<_>>().join("\n")).unwrap();
+    let whole = samples(&tiny(), file.path());
+    assert!(whole[0].ids.len() <= 64 && whole[1].ids.len() > 64, "the rows are as they are meant");
+    let load = |long_documents| {
+        loader(&SftDataConfig { long_documents, shuffle: false, ..data_config(file.path(), 64) }, Some(1))
+    };
+    let kept = |long_documents| {
+        let mut loader = load(long_documents).unwrap_or_else(|e| panic!("{e}"));
+        let batches = loader.next_step().unwrap().unwrap();
+        (batches.iter().flat_map(documents).collect::<Vec<_>>(), loader.report().warnings().join("\n"))
+    };
+    let (ids, last) = (&whole[1].ids, whole[1].ids.len());
+    let (got, warning) = kept(LongDocuments::Head);
+    assert_eq!(got[1], ids[..64]);
+    assert!(warning.contains(":2)") && warning.contains("only the head is trained"), "{warning}");
+    let (got, warning) = kept(LongDocuments::Tail);
+    assert_eq!(got[1], ids[last - 64..]);
+    assert!(warning.contains("only the tail is trained"), "{warning}");
+    let (got, warning) = kept(LongDocuments::Drop);
+    assert_eq!(got, [whole[0].ids.clone()]);
+    assert!(warning.contains("1 of 2 rows is longer than seq_len 64: left out"), "{warning}");
+    let error = load(LongDocuments::Error).unwrap_err().to_string();
+    assert!(error.contains(":2: ") && error.contains("more than `seq_len` = 64"), "{error}");
+}
+
 #[test]
 fn ids_and_masks_are_those_of_the_goldens() {
     for made in tokenizers() {
         let expected = json(&root().join(format!("chat/cases{}.json", made.suffix)));
-        for (name, _, row) in chat_cases() {
+        for (name, _, row) in all_cases() {
             let want = list(&expected).iter().find(|case| case["name"] == *name).expect("the same case");
             let got = made.tokenizer.encode(&row, &LossMaskConfig::default());
             let got = got.unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -152,7 +275,7 @@ fn from_hex(value: &Value) -> String {
 
 fn samples(tokenizer: &ChatTokenizer, file: &Path) -> Vec<Sample> {
     let encode = |row: Result<Row, _>| tokenizer.encode(&row?, &LossMaskConfig::default());
-    read_rows(file)
+    read_rows(file, &SftDataConfig::default())
         .unwrap()
         .map(encode)
         .collect::<Result<_, embertune::Error>>()
@@ -235,9 +358,19 @@ fn faulty_data_are_errors_that_say_what_and_where() {
 }
 
 #[test]
+fn a_named_column_that_no_row_has_is_an_error() {
+    let columns = ColumnsConfig { system: "sytem".into(), ..Default::default() };
+    let data = SftDataConfig { columns, ..data_config(root().join("bad/_ok/train.jsonl"), 64) };
+    let error = loader(&data, Some(1)).unwrap_err().to_string();
+    assert!(error.contains("no row has a column `sytem`, which `columns.system` names"), "{error}");
+}
+
+#[test]
 fn odd_but_right_files_give_all_their_rows() {
-    let rows =
-        |name: &str| read_rows(&root().join("bad/data").join(name)).unwrap().filter(Result::is_ok).count();
+    let rows = |name: &str| {
+        let rows = read_rows(&root().join("bad/data").join(name), &SftDataConfig::default());
+        rows.unwrap().filter(Result::is_ok).count()
+    };
     assert_eq!(rows("ok_bom_crlf.jsonl"), 8);
     assert_eq!(rows("ok_blank_lines_no_final_newline.jsonl"), 5);
     assert_eq!(rows("ok_u2028_in_string.jsonl"), 2);
@@ -518,7 +651,7 @@ fn mutated_rows_never_panic_nor_train_the_user() {
             *mutated.pointer_mut(path).unwrap() = new;
             let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
             std::fs::write(file.path(), mutated.to_string()).unwrap();
-            let row = read_rows(file.path()).unwrap().next().expect("a row");
+            let row = read_rows(file.path(), &SftDataConfig::default()).unwrap().next().expect("a row");
             let encoded = row.and_then(|row| Ok((tokenizer.encode(&row, &LossMaskConfig::default())?, row)));
             let Ok((sample, row)) = encoded else {
                 bad += 1;

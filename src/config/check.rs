@@ -83,8 +83,20 @@ fn row_lengths(config: &SftConfig) -> Vec<(&'static str, usize)> {
     std::iter::once(("data.seq_len", config.data.seq_len())).chain(val).collect()
 }
 
+/// A column is one thing.
+fn columns(section: &str, data: &SftDataConfig, reader: &mut Reader) {
+    let names = data.columns.names();
+    for (i, (key, column)) in names.iter().enumerate() {
+        let Some((other, _)) = names[i + 1..].iter().find(|(_, other)| other == column) else { continue };
+        let [key, other] = [key, other].map(|key| format!("{section}.columns.{key}"));
+        let message = || format!("`{key}` and `{other}` are both `{column}`");
+        reader.rule(false, &[&key, &other], message, "give each a column of its own");
+    }
+}
+
 /// The lists of sources to interleave go together.
 fn sources(section: &str, data: &SftDataConfig, reader: &mut Reader) {
+    columns(section, data, reader);
     let [subsets, splits, probabilities] =
         ["subsets", "splits", "probabilities"].map(|k| format!("{section}.{k}"));
     let lists = [

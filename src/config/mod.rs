@@ -8,6 +8,7 @@
 
 #[macro_use]
 mod table;
+mod access;
 mod check;
 mod field;
 mod flags;
@@ -18,6 +19,7 @@ mod refused;
 mod source;
 mod write;
 
+pub use access::{help, reference};
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use load::{Loaded, load};
 pub use write::Difference;
@@ -150,6 +152,24 @@ table! {
         name: Option<String> = None;
         /// The chat template itself, in Jinja.
         chat_template: Option<String> = None;
+        /// Which thoughts (`<think>…</think>`, `reasoning_content`) of assistant turns are printed: those that the
+        /// `template` prints (Qwen3's drops them before the last user message), all (`keep`), at most those after the
+        /// `last` user message, or none (`strip`).
+        thinking: Thinking = Thinking::Template;
+    }
+}
+
+choice! {
+    /// Which thoughts of assistant turns are printed.
+    pub enum Thinking {
+        /// Those that the template prints: Qwen3's drops them before the last user message, plain ones drop none.
+        "template" => Template,
+        /// All, the ones too that the template would drop.
+        "keep" => Keep,
+        /// At most those after the last user message.
+        "last" => Last,
+        /// None.
+        "strip" => Strip,
     }
 }
 
@@ -171,7 +191,7 @@ macro_rules! data_table {
             pub struct $name: $tag {
                 /// Packed rows per optimizer step, over all ranks.
                 batch_size: usize = 128, 1..=16_777_216;
-                /// Tokens in a packed row; a longer document keeps its head.
+                /// Tokens in a packed row, and the most that a document can have.
                 seq_len: usize = 128, 1..=16_777_216;
                 /// Packed rows that go through the model at once; the rest of `batch_size` is accumulated.
                 micro_batch_size: usize = 1, 1..=16_777_216;
@@ -182,15 +202,23 @@ macro_rules! data_table {
 }
 
 data_table! {
-    /// Conversations: files with `messages`, or `prompt` and `completion`.
+    /// Conversations or text, in any of the forms that `format` lists.
     pub struct SftDataConfig: "sft" {
-        /// A jsonl or parquet file, a local folder of them (Hugging Face layout), or a hub id; `embertune/reverse-text`
-        /// is the data inside this program.
+        /// A file (jsonl, json, csv, parquet; gz and zst too), a pattern for several (`data/*.jsonl`), a local folder of
+        /// them (Hugging Face layout), or a hub id; `embertune/reverse-text` is the data inside this program.
         name: String = "PrimeIntellect/Reverse-Text-SFT".into();
         /// Subsets to interleave; one for each of `splits` if both are given.
         subsets: Option<Vec<String>> = None;
         /// Splits to interleave; `None` is `train`.
         splits: Option<Vec<String>> = None;
+        /// What the rows are; `auto` goes by their columns and says what it found. `raw_prompt_completion` has to be
+        /// named: plain text without the chat template, trained from the completion on.
+        format: DataFormat = DataFormat::Auto;
+        /// What the file calls each column.
+        columns: ColumnsConfig = ColumnsConfig::default();
+        /// What becomes of a document longer than `seq_len`: its `head` or `tail` is kept, it is left out (`drop`), or
+        /// the run doesn't start (`error`).
+        long_documents: LongDocuments = LongDocuments::Head;
         /// How often each subset or split is drawn from; they sum to 1. `None` takes turns.
         probabilities: Option<Vec<f64>> = None, 0.0..;
         /// When interleaving ends.
@@ -201,6 +229,74 @@ data_table! {
         seed: u64 = 0;
         /// Which roles are trained.
         loss_mask: LossMaskConfig = LossMaskConfig::default();
+    }
+}
+
+choice! {
+    /// What rows of data are.
+    pub enum DataFormat {
+        /// Told by the columns, row by row, in the order of this list (the raw one has to be named).
+        "auto" => Auto,
+        /// A list of messages with `role` and `content`.
+        "messages" => Messages,
+        /// A prompt and its completion: strings, messages or lists of them.
+        "prompt_completion" => PromptCompletion,
+        /// The same as plain text, without the chat template; the completion and the end token are trained.
+        "raw_prompt_completion" => RawPromptCompletion,
+        /// ShareGPT: a list of turns with `from` and `value`.
+        "sharegpt" => ShareGpt,
+        /// Alpaca: an instruction, maybe an input, and an output.
+        "alpaca" => Alpaca,
+        /// Plain text, all of it trained.
+        "text" => Text,
+        /// Token ids, and labels that are the same ids or -100.
+        "pretokenized" => Pretokenized,
+    }
+}
+
+table! {
+    /// What the file calls the columns that mean something; all others are not read.
+    pub struct ColumnsConfig {
+        /// `messages`: the list of messages.
+        messages: String = "messages".into();
+        /// `prompt_completion`: context, never trained.
+        prompt: String = "prompt".into();
+        /// `prompt_completion`: what is trained.
+        completion: String = "completion".into();
+        /// `sharegpt`: the list of turns.
+        conversations: String = "conversations".into();
+        /// `alpaca`: what is asked.
+        instruction: String = "instruction".into();
+        /// `alpaca`: what it is asked about; may be missing or empty.
+        input: String = "input".into();
+        /// `alpaca`: the answer.
+        output: String = "output".into();
+        /// `text`: the text.
+        text: String = "text".into();
+        /// `pretokenized`: token ids.
+        input_ids: String = "input_ids".into();
+        /// `pretokenized`: the same ids, -100 where a token isn't trained.
+        labels: String = "labels".into();
+        /// Beside a conversation: a system message to go first.
+        system: String = "system".into();
+        /// Beside a conversation: the tools, a list or JSON.
+        tools: String = "tools".into();
+        /// Beside a conversation: further variables for the chat template, an object or JSON.
+        chat_template_kwargs: String = "chat_template_kwargs".into();
+    }
+}
+
+choice! {
+    /// What becomes of a document that is longer than a row.
+    pub enum LongDocuments {
+        /// Its first `seq_len` tokens are kept.
+        "head" => Head,
+        /// Its last `seq_len` tokens are kept.
+        "tail" => Tail,
+        /// It has no part in training.
+        "drop" => Drop,
+        /// The run doesn't start.
+        "error" => Error,
     }
 }
 
@@ -395,89 +491,6 @@ table! {
         /// Messages as JSON, one object a line.
         json_logging: bool = false;
     }
-}
-
-impl SftConfig {
-    /// Reads a whole configuration from TOML text; `name` is what messages call it.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with everything that is wrong.
-    pub fn from_toml(text: &str, name: &str) -> crate::Result<Self> {
-        load::from_toml(text, name)
-    }
-
-    /// Every key with its value, as a file that reads back equal.
-    pub fn to_toml(&self) -> String {
-        toml::to_string(&write::table_value(self)).expect("keys are strings, values plain")
-    }
-
-    /// The keys that aren't at their defaults.
-    pub fn differences(&self) -> Vec<Difference> {
-        let mut out = Vec::new();
-        write::table_differences(self, "", &mut out);
-        out
-    }
-}
-
-impl DataConfig {
-    /// Packed rows per optimizer step, over all ranks.
-    pub fn batch_size(&self) -> usize {
-        match self {
-            DataConfig::Sft(data) => data.batch_size,
-            DataConfig::Fake(data) => data.batch_size,
-        }
-    }
-
-    /// Packed rows that go through the model at once.
-    pub fn micro_batch_size(&self) -> usize {
-        match self {
-            DataConfig::Sft(data) => data.micro_batch_size,
-            DataConfig::Fake(data) => data.micro_batch_size,
-        }
-    }
-
-    /// Tokens in a packed row.
-    pub fn seq_len(&self) -> usize {
-        match self {
-            DataConfig::Sft(data) => data.seq_len,
-            DataConfig::Fake(data) => data.seq_len,
-        }
-    }
-}
-
-impl SchedulerConfig {
-    /// Steps of warmup.
-    pub fn warmup_steps(&self) -> usize {
-        match *self {
-            SchedulerConfig::Constant => 0,
-            SchedulerConfig::Linear { warmup_steps, .. } | SchedulerConfig::Cosine { warmup_steps, .. } => {
-                warmup_steps
-            }
-        }
-    }
-
-    /// Steps of decay that are set by the file (a cosine takes what is left of the run).
-    pub fn decay_steps(&self) -> usize {
-        if let SchedulerConfig::Linear { decay_steps, .. } = *self { decay_steps } else { 0 }
-    }
-
-    /// The lowest learning rate.
-    pub fn min_lr(&self) -> f64 {
-        match *self {
-            SchedulerConfig::Constant => 0.0,
-            SchedulerConfig::Linear { min_lr, .. } | SchedulerConfig::Cosine { min_lr, .. } => min_lr,
-        }
-    }
-}
-
-/// The reference of all keys, as in `docs/config.md`.
-pub fn reference() -> String {
-    reference::Reference::new().markdown()
-}
-
-/// The reference of all keys as flags, for `--help`.
-pub fn help() -> String {
-    reference::Reference::new().flags()
 }
 
 #[cfg(test)]

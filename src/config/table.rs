@@ -166,6 +166,7 @@ macro_rules! tagged {
     ) => {
         $(#[doc = $about])+
         #[derive(Debug, Clone, PartialEq)]
+        #[allow(clippy::large_enum_variant)] // a configuration holds one or two of each
         pub enum $name {
             $(
                 $(#[doc = $variant_doc])+
@@ -218,7 +219,7 @@ macro_rules! choice {
         pub enum $name:ident { $( $(#[doc = $doc:literal])+ $word:literal => $variant:ident ),+ $(,)? }
     ) => {
         $(#[doc = $about])+
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
         pub enum $name { $( $(#[doc = $doc])+ $variant ),+ }
 
         impl $name {

@@ -14,7 +14,9 @@ use serde_json::Map;
 
 use super::row::{Conversation, Fault};
 use super::{jinja, trace};
-use crate::config::LossMaskConfig;
+use crate::config::{LossMaskConfig, Thinking};
+
+mod thoughts;
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +35,7 @@ pub(super) struct ChatTemplate {
     special_tokens: Vec<String>,
     has_generation: bool,
     turn: Result<Turn, Fault>,
+    thinking: Thinking,
 }
 
 const PLAIN: &str = "chat template";
@@ -60,15 +63,28 @@ impl ChatTemplate {
         });
         env.add_template_owned(PLAIN, traced.plain).map_err(|e| fault(&e))?;
         env.add_template_owned(MARKED, traced.marked).map_err(|e| fault(&e))?;
-        let turn = Err(Fault::new("", ""));
+        let (turn, thinking) = (Err(Fault::new("", "")), Thinking::Template);
         let mut template =
-            Self { env, variables, special_tokens, has_generation: traced.has_generation, turn };
+            Self { env, variables, special_tokens, has_generation: traced.has_generation, turn, thinking };
         template.turn = template.learn_turn();
         Ok(template)
     }
 
+    /// What becomes of thoughts; without, it is the template's to say.
+    pub fn with_thinking(self, thinking: Thinking) -> Self {
+        Self { thinking, ..self }
+    }
+
     /// The text of a conversation and its trained parts.
     pub fn render(&self, conversation: &Conversation, trained: &LossMaskConfig) -> Result<Rendered, Fault> {
+        match self.thinking {
+            Thinking::Template => self.render_as_is(conversation, trained),
+            Thinking::Keep => self.render_keeping(conversation, trained),
+            thinking => self.render_as_is(&thoughts::without_unwanted(conversation, thinking), trained),
+        }
+    }
+
+    fn render_as_is(&self, conversation: &Conversation, trained: &LossMaskConfig) -> Result<Rendered, Fault> {
         let messages = messages_value(&conversation.messages);
         let text = self.run(PLAIN, &messages, conversation, None)?;
         let mut spans = Vec::new();
@@ -369,7 +385,7 @@ fn messages_value(messages: &[Map<String, serde_json::Value>]) -> Value {
 /// The fields of a message, and its thought under every name that templates read it by
 /// (transformers 5, `_alias_reasoning_fields`).
 fn fields(message: &Map<String, serde_json::Value>) -> Vec<(Arc<str>, Value)> {
-    let thought = ["reasoning_content", "thinking", "reasoning"].iter().find_map(|key| message.get(*key));
+    let thought = thoughts::FIELDS.iter().find_map(|key| message.get(*key));
     let mut fields: Vec<(Arc<str>, Value)> = Vec::new();
     if let Some(thought) = thought.filter(|_| !message.contains_key("thinking")) {
         fields.push(("thinking".into(), jinja::from_json(thought)));

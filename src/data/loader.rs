@@ -102,7 +102,7 @@ impl Loader {
             max_document: data.seq_len.min(max_document),
             micro_batch_size: data.micro_batch_size,
         };
-        let read = Reading::new(data, &tokenizer, vocab_size, layout.max_document)?.all(data, progress)?;
+        let read = Reading::new(data, &tokenizer, vocab_size, layout.max_document)?.all(progress)?;
         let seed = data.shuffle.then(|| mix(seed, data.seed));
         let lengths: Arc<[u32]> = read.samples.iter().map(|s| s.ids.len() as u32).collect();
         let order = |epochs| Order::Epochs(Epochs::new(lengths.clone(), read.listed.clone(), seed, epochs));

@@ -11,22 +11,26 @@
 //! cu_seqlens      0                     7               12           16
 //! ```
 //!
-//! The way there: `read` takes files row by row (`source`, `parquet`), brings each [`Row`] into one form
-//! (`row`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
-//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`).
+//! The way there: `read` takes files row by row (`source`, `csv`, `parquet`), brings each [`Row`] into one form
+//! (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
+//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`). `show` is for people.
 
 mod batch;
 mod chat;
+mod csv;
 mod fake;
+mod format;
 mod interleave;
 mod jinja;
 mod loader;
+mod message;
 mod order;
 mod pack;
 mod parquet;
 mod read;
 mod report;
 mod row;
+mod show;
 mod source;
 mod tokenize;
 mod trace;
@@ -34,7 +38,8 @@ mod trace;
 pub use chat::Rendered;
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
 pub use report::{Counted, DataReport, DropReason};
-pub use row::{Body, Conversation, Format, Place, Row, read_rows};
+pub use row::{Body, Conversation, Place, Row, read_rows};
+pub use show::{Preview, preview};
 pub use tokenize::ChatTokenizer;
 
 /// One tokenised document, before packing.

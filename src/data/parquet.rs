@@ -10,17 +10,17 @@ use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 
-use super::row::{COLUMNS, Place, RawRow};
+use super::row::{Place, RawRow};
 use super::source::Rows;
 use crate::error::{Error, Result};
 
-/// Opens a parquet file.
-pub(super) fn rows(path: &Path) -> Result<Rows> {
+/// Opens a parquet file; of its columns the `wanted` ones are read.
+pub(super) fn rows(path: &Path, wanted: &[String]) -> Result<Rows> {
     let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
     let fault = |error: parquet::errors::ParquetError| not_parquet(path, &error.to_string());
     let reader = SerializedFileReader::new(file).map_err(fault)?;
     let schema = reader.metadata().file_metadata().schema_descr().root_schema().clone();
-    let projection = projection(&schema).map_err(fault)?;
+    let projection = projection(&schema, wanted).map_err(fault)?;
     let file = Arc::new(path.to_path_buf());
     let rows = RowIter::from_file_into(Box::new(reader)).project(projection).map_err(fault)?;
     Ok(Box::new(rows.enumerate().map(move |(i, row)| {
@@ -40,9 +40,9 @@ fn not_parquet(path: &Path, message: &str) -> Error {
 }
 
 /// The wanted columns, or all where none is wanted (so that the error can name them).
-fn projection(schema: &Type) -> parquet::errors::Result<Option<Type>> {
-    let wanted: Vec<_> =
-        schema.get_fields().iter().filter(|field| COLUMNS.contains(&field.name())).cloned().collect();
+fn projection(schema: &Type, wanted: &[String]) -> parquet::errors::Result<Option<Type>> {
+    let is_wanted = |name: &str| wanted.iter().any(|wanted| wanted == name);
+    let wanted: Vec<_> = schema.get_fields().iter().filter(|f| is_wanted(f.name())).cloned().collect();
     if wanted.is_empty() {
         return Ok(None);
     }

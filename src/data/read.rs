@@ -6,12 +6,13 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::Sample;
+use super::format::normalise;
 use super::interleave::interleave;
 use super::report::{Counted, DataReport, DropReason};
-use super::row::{Place, Row, normalise};
+use super::row::{Place, Row};
 use super::source;
 use super::tokenize::ChatTokenizer;
-use crate::config::{LossMaskConfig, SftDataConfig};
+use crate::config::{LongDocuments, SftDataConfig};
 use crate::error::{Error, Result};
 use crate::hub;
 
@@ -20,10 +21,12 @@ const CHUNK: usize = 1024;
 
 /// Reads files into samples.
 pub(super) struct Reading<'a> {
+    data: &'a SftDataConfig,
     tokenizer: &'a ChatTokenizer,
-    trained: LossMaskConfig,
     vocab_size: usize,
     max_document: usize,
+    /// Columns that the user named and no row has had yet, by their keys.
+    unseen: Vec<(String, String)>,
     samples: Vec<Sample>,
     report: DataReport,
 }
@@ -37,7 +40,7 @@ pub(super) struct Read {
 
 impl<'a> Reading<'a> {
     pub fn new(
-        data: &SftDataConfig,
+        data: &'a SftDataConfig,
         tokenizer: &'a ChatTokenizer,
         vocab_size: usize,
         max_document: usize,
@@ -52,13 +55,15 @@ impl<'a> Reading<'a> {
                 "Take the tokenizer that belongs to the model.",
             ));
         }
-        let report = DataReport { seq_len: max_document, ..Default::default() };
-        let trained = data.loss_mask;
-        Ok(Self { tokenizer, trained, vocab_size, max_document, samples: Vec::new(), report })
+        let kept_end = data.long_documents.as_str();
+        let report = DataReport { seq_len: max_document, kept_end, ..Default::default() };
+        let unseen = data.columns.renamed();
+        Ok(Self { data, tokenizer, vocab_size, max_document, unseen, samples: Vec::new(), report })
     }
 
-    /// Every source of `data`.
-    pub fn all(mut self, data: &SftDataConfig, progress: &mut dyn FnMut(usize)) -> Result<Read> {
+    /// Every source.
+    pub fn all(mut self, progress: &mut dyn FnMut(usize)) -> Result<Read> {
+        let data = self.data;
         let mut sources = Vec::new();
         for (subset, split) in subsets_and_splits(data) {
             let files = hub::dataset_files(&data.name, subset, split)?;
@@ -71,8 +76,12 @@ impl<'a> Reading<'a> {
             }
             sources.push(before.0..self.samples.len() as u32);
         }
+        if let Some((key, column)) = self.unseen.first() {
+            let message = format!("no row has a column `{column}`, which `columns.{key}` names");
+            return Err(Error::data(&data.name, None, message, "Correct the name in `[data.columns]`."));
+        }
         if self.samples.is_empty() {
-            return Err(self.nothing_trained(data));
+            return Err(self.nothing_trained());
         }
         let listed =
             interleave(&sources, data.probabilities.as_deref(), data.stopping_strategy, data.seed)
@@ -83,17 +92,20 @@ impl<'a> Reading<'a> {
 
     fn file(&mut self, file: &Path, progress: &mut dyn FnMut(usize)) -> Result<()> {
         self.report.files.push(file.to_path_buf());
-        let mut rows = source::open(file)?;
+        let mut rows = source::open(file, &self.data.columns)?;
         loop {
             let chunk: Vec<_> = rows.by_ref().take(CHUNK).collect();
             if chunk.is_empty() {
                 return Ok(());
             }
+            for raw in chunk.iter().flatten() {
+                self.unseen.retain(|(_, column)| !raw.columns.contains_key(column));
+            }
             let encoded: Vec<Result<(Row, Sample)>> = chunk
                 .into_par_iter()
                 .map(|raw| {
-                    let row = normalise(raw?)?;
-                    let sample = self.tokenizer.encode(&row, &self.trained)?;
+                    let row = normalise(raw?, self.data)?;
+                    let sample = self.tokenizer.encode(&row, &self.data.loss_mask)?;
                     Ok((row, sample))
                 })
                 .collect();
@@ -114,26 +126,52 @@ impl<'a> Reading<'a> {
             let message = format!("token id {id} is beyond the model's vocab_size {}", self.vocab_size);
             return Err(Error::data(row.place.file.as_ref(), row.place.row, message, ""));
         }
-        if trained(&sample) == 0 {
+        if sample.trained() == 0 {
             self.drop(DropReason::NothingTrained, &row.place);
             return Ok(());
         }
-        if sample.ids.len() > self.max_document {
-            sample.ids.truncate(self.max_document);
-            sample.mask.truncate(self.max_document);
-            if trained(&sample) == 0 {
-                self.drop(DropReason::TrainedBeyondSeqLen, &row.place);
-                return Ok(());
-            }
-            Counted::add(&mut self.report.truncated, &row.place);
-        } else if !self.stops(&sample) {
+        *self.report.lengths.entry(sample.ids.len().next_power_of_two()).or_default() += 1;
+        let long = sample.ids.len() > self.max_document;
+        if long && !self.cut(row, &mut sample)? {
+            return Ok(());
+        }
+        let has_end = !long || self.data.long_documents == LongDocuments::Tail;
+        if has_end && !self.stops(&sample) {
             Counted::add(&mut self.report.without_stop, &row.place);
         }
         self.report.tokens += sample.ids.len();
-        self.report.trained += trained(&sample);
+        self.report.trained += sample.trained();
         self.report.longest = self.report.longest.max(sample.ids.len());
         self.samples.push(sample);
         Ok(())
+    }
+
+    /// Shortens a sample that is too long; `false` if nothing of it is left to train.
+    fn cut(&mut self, row: &Row, sample: &mut Sample) -> Result<bool> {
+        let (len, max) = (sample.ids.len(), self.max_document);
+        let kept = match self.data.long_documents {
+            LongDocuments::Head => 0..max,
+            LongDocuments::Tail => len - max..len,
+            LongDocuments::Drop => {
+                self.drop(DropReason::TooLong, &row.place);
+                return Ok(false);
+            }
+            LongDocuments::Error => {
+                return Err(Error::data(
+                    row.place.file.as_ref(),
+                    row.place.row,
+                    format!("{len} tokens, more than `seq_len` = {max}, and `long_documents` is `error`"),
+                    "Raise `seq_len`, or set `long_documents` to `head`, `tail` or `drop`.",
+                ));
+            }
+        };
+        *sample = Sample { ids: sample.ids[kept.clone()].to_vec(), mask: sample.mask[kept].to_vec() };
+        if sample.trained() == 0 {
+            self.drop(DropReason::TrainedBeyondSeqLen, &row.place);
+            return Ok(false);
+        }
+        Counted::add(&mut self.report.truncated, &row.place);
+        Ok(true)
     }
 
     fn drop(&mut self, reason: DropReason, place: &Place) {
@@ -148,8 +186,8 @@ impl<'a> Reading<'a> {
         last.is_some_and(|id| self.tokenizer.is_special(id) || self.tokenizer.eos_id() == Some(id))
     }
 
-    fn nothing_trained(&self, data: &SftDataConfig) -> Error {
-        let file = self.report.files.first().cloned().unwrap_or_else(|| PathBuf::from(&data.name));
+    fn nothing_trained(&self) -> Error {
+        let file = self.report.files.first().cloned().unwrap_or_else(|| PathBuf::from(&self.data.name));
         Error::data(
             file,
             None,
@@ -163,11 +201,6 @@ impl<'a> Reading<'a> {
     }
 }
 
-/// Tokens that are trained as targets: the first of a document has nothing before it.
-fn trained(sample: &Sample) -> usize {
-    sample.mask.iter().skip(1).filter(|&&m| m).count()
-}
-
 fn no_rows(files: &[PathBuf]) -> Error {
     let file = files.first().cloned().unwrap_or_default();
     let more =
@@ -176,7 +209,7 @@ fn no_rows(files: &[PathBuf]) -> Error {
 }
 
 /// Pairs of subset and split that `data` asks for.
-fn subsets_and_splits(data: &SftDataConfig) -> Vec<(Option<&str>, &str)> {
+pub(super) fn subsets_and_splits(data: &SftDataConfig) -> Vec<(Option<&str>, &str)> {
     const DEFAULT: &str = "train";
     match (&data.subsets, &data.splits) {
         (None, None) => vec![(None, DEFAULT)],

@@ -3,15 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use super::row::{Format, Place};
+use super::row::Place;
+use crate::config::DataFormat;
 
 /// Why a row isn't trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DropReason {
     /// No turn of a trained role, or an empty text.
     NothingTrained,
-    /// Its trained tokens all lie beyond the cut at `seq_len`.
+    /// Its trained tokens were all cut off at `seq_len`.
     TrainedBeyondSeqLen,
+    /// It is longer than `seq_len`, and `long_documents` is `drop`.
+    TooLong,
 }
 
 /// Rows with something in common, and the first of them.
@@ -39,22 +42,26 @@ pub struct DataReport {
     pub files: Vec<PathBuf>,
     /// Rows read.
     pub rows: usize,
-    /// Rows by shape.
-    pub formats: BTreeMap<Format, usize>,
+    /// Rows by format.
+    pub formats: BTreeMap<DataFormat, usize>,
     /// Rows that aren't trained, by reason.
     pub dropped: BTreeMap<DropReason, Counted>,
-    /// Rows longer than `seq_len`, of which the head is kept.
+    /// Rows longer than `seq_len`, of which one end is kept.
     pub truncated: Option<Counted>,
     /// Rows whose last trained turn doesn't end in a token that stops generation.
     pub without_stop: Option<Counted>,
     /// The length that documents are cut to.
     pub seq_len: usize,
+    /// `long_documents`: which end of them is kept.
+    pub(super) kept_end: &'static str,
     /// Documents kept.
     pub documents: usize,
     /// Their tokens, after cutting.
     pub tokens: usize,
     /// Those that are trained, as targets.
     pub trained: usize,
+    /// Documents by length before cutting: the smallest power of two that holds them, and how many.
+    pub lengths: BTreeMap<usize, usize>,
     /// The longest document, after cutting.
     pub longest: usize,
     /// Packed rows of one epoch.
@@ -69,6 +76,24 @@ impl DataReport {
     /// Optimizer steps of one epoch.
     pub fn steps_per_epoch(&self) -> usize {
         self.packed_rows.div_ceil(self.batch_size.max(1))
+    }
+
+    /// The formats that rows were found in: "messages", "text (3), alpaca (4)".
+    pub fn formats(&self) -> String {
+        match self.formats.len() {
+            1 => self.formats.keys().map(|format| format.as_str()).collect(),
+            _ => {
+                let counted =
+                    self.formats.iter().map(|(format, rows)| format!("{} ({rows})", format.as_str()));
+                counted.collect::<Vec<_>>().join(", ")
+            }
+        }
+    }
+
+    /// Whether rows went through the chat template.
+    pub fn has_chats(&self) -> bool {
+        let plain = [DataFormat::Text, DataFormat::RawPromptCompletion, DataFormat::Pretokenized];
+        self.formats.keys().any(|format| !plain.contains(format))
     }
 
     /// Rows that aren't trained.
@@ -86,34 +111,22 @@ impl DataReport {
                 counted.rows, self.rows, counted.first
             ));
         };
+        let seq_len = self.seq_len;
+        let end = self.kept_end;
         for (reason, counted) in &self.dropped {
-            match reason {
-                DropReason::NothingTrained => {
-                    warn(
-                        counted,
-                        "has",
-                        "have",
-                        "no trained token (no assistant turn) and no part in training",
-                    );
-                }
-                DropReason::TrainedBeyondSeqLen => warn(
-                    counted,
+            let (is, are, what) = match reason {
+                DropReason::NothingTrained => ("has", "have", "no trained token (no assistant turn)".into()),
+                DropReason::TrainedBeyondSeqLen => (
                     "is",
                     "are",
-                    &format!(
-                        "longer than seq_len {}, with no trained token before the cut: left out",
-                        self.seq_len
-                    ),
+                    format!("longer than seq_len {seq_len}, with no trained token in its {end}"),
                 ),
-            }
+                DropReason::TooLong => ("is", "are", format!("longer than seq_len {seq_len}")),
+            };
+            warn(counted, is, are, &format!("{what}: left out"));
         }
         if let Some(counted) = &self.truncated {
-            warn(
-                counted,
-                "is",
-                "are",
-                &format!("longer than seq_len {}: only the head is trained", self.seq_len),
-            );
+            warn(counted, "is", "are", &format!("longer than seq_len {seq_len}: only the {end} is trained"));
         }
         if let Some(counted) = &self.without_stop {
             warn(

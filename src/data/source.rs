@@ -1,52 +1,82 @@
-//! Data files → rows, one at a time: `.jsonl` and `.json` (by line or one list), `.parquet`.
+//! Data files → rows, one at a time: `.jsonl` and `.json` (by line or one list), `.csv`, `.parquet`; all but
+//! the last may be packed by gzip or zstd (`.jsonl.gz`).
 //!
 //! Lines end at `\n` only (U+2028 and its like may stand in strings), a byte-order mark, `\r` and
 //! blank lines are passed over, and each error names file and line.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
 
+use flate2::bufread::MultiGzDecoder;
 use serde_json::Value;
 
+use super::csv;
+use super::format::TOOL_DEFS;
 use super::parquet;
 use super::row::{Fault, Place, RawRow};
+use crate::config::ColumnsConfig;
 use crate::error::{Error, Result};
-use crate::hub::DATA_ENDINGS;
+use crate::hub::{DATA_ENDINGS, data_ending};
 
 /// Rows of a file, in order.
 pub(super) type Rows = Box<dyn Iterator<Item = Result<RawRow>> + Send>;
 
-/// Opens a data file by its ending.
-pub(super) fn open(path: &Path) -> Result<Rows> {
-    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
-    match ending.as_str() {
-        "parquet" => parquet::rows(path),
-        "jsonl" => Ok(Box::new(Lines::open(path)?)),
-        "json" if starts_with_list(path)? => json_list(path),
-        "json" => Ok(Box::new(Lines::open(path)?)),
-        _ => Err(Error::data(
-            path,
-            None,
-            format!("don't know how to read files that end in `.{ending}`"),
-            format!("Files may end in {}.", DATA_ENDINGS.map(|e| format!("`.{e}`")).join(", ")),
-        )),
+/// The text of a file, unpacked.
+pub(super) type Reader = BufReader<Box<dyn Read + Send>>;
+
+/// Opens a data file by its ending; other columns than `columns` has needn't be read.
+pub(super) fn open(path: &Path, columns: &ColumnsConfig) -> Result<Rows> {
+    match data_ending(&path.to_string_lossy()) {
+        Some("parquet") => parquet::rows(path, &wanted(columns)),
+        Some("csv") => Ok(csv::rows(path, reader(path)?)),
+        Some("json") => {
+            let mut reader = reader(path)?;
+            let is_list = starts_with_list(&mut reader).map_err(|e| Error::io(path, "read", e))?;
+            if is_list { json_list(path, reader) } else { Ok(Box::new(Lines::new(path, reader))) }
+        }
+        Some(_) => Ok(Box::new(Lines::new(path, reader(path)?))),
+        None => {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let message = match name.split_once('.') {
+                Some((_, ending)) => format!("don't know how to read files that end in `.{ending}`"),
+                None => "don't know how to read a file without an ending".to_string(),
+            };
+            let endings = DATA_ENDINGS.map(|e| format!("`.{e}`")).join(", ");
+            let hint =
+                format!("Files may end in {endings}, all but parquet also with `.gz` or `.zst` behind.");
+            Err(Error::data(path, None, message, hint))
+        }
     }
+}
+
+fn reader(path: &Path) -> Result<Reader> {
+    let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
+    let unpacked: Box<dyn Read + Send> = match path.extension().and_then(|ending| ending.to_str()) {
+        Some("gz") => Box::new(MultiGzDecoder::new(BufReader::new(file))),
+        Some("zst") => Box::new(zstd::Decoder::new(file).map_err(|e| Error::io(path, "read", e))?),
+        _ => Box::new(file),
+    };
+    Ok(BufReader::with_capacity(1 << 16, unpacked))
+}
+
+/// Columns that mean something.
+fn wanted(columns: &ColumnsConfig) -> Vec<String> {
+    let names = columns.names().into_iter().map(|(_, column)| column);
+    names.chain([TOOL_DEFS.to_string()]).collect()
 }
 
 /// A jsonl file being read.
 struct Lines {
-    reader: BufReader<File>,
+    reader: Reader,
     place: Place,
     buffer: Vec<u8>,
 }
 
 impl Lines {
-    fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
-        let place = Place { file: Arc::new(path.into()), row: 0 };
-        Ok(Self { reader: BufReader::with_capacity(1 << 16, file), place, buffer: Vec::new() })
+    fn new(path: &Path, reader: Reader) -> Self {
+        Self { reader, place: Place { file: Arc::new(path.into()), row: 0 }, buffer: Vec::new() }
     }
 
     /// The next line that isn't blank, in `buffer`.
@@ -117,24 +147,16 @@ fn object(value: Value) -> Result<serde_json::Map<String, Value>, Fault> {
     }
 }
 
-fn starts_with_list(path: &Path) -> Result<bool> {
-    let mut reader = BufReader::new(File::open(path).map_err(|e| Error::io(path, "read", e))?);
-    loop {
-        let buffer = reader.fill_buf().map_err(|e| Error::io(path, "read", e))?;
-        match buffer.iter().find(|b| !b.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(b)) {
-            Some(&first) => return Ok(first == b'['),
-            None if buffer.is_empty() => return Ok(false),
-            None => {
-                let read = buffer.len();
-                reader.consume(read);
-            }
-        }
-    }
+/// Looks at what comes without taking it.
+fn starts_with_list(reader: &mut Reader) -> std::io::Result<bool> {
+    let buffer = reader.fill_buf()?;
+    Ok(buffer.iter().find(|b| !b.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(b)) == Some(&b'['))
 }
 
 /// A `.json` file that is one list of objects.
-fn json_list(path: &Path) -> Result<Rows> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;
+fn json_list(path: &Path, mut reader: Reader) -> Result<Rows> {
+    let mut bytes = Vec::new();
+    reader.read_to_end(&mut bytes).map_err(|e| Error::io(path, "read", e))?;
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     let items: Vec<Value> = serde_json::from_slice(bytes)
         .map_err(|error| Error::data(path, error.line(), format!("not valid JSON: {error}"), ""))?;
@@ -154,7 +176,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, bytes).unwrap();
-        open(&path)
+        open(&path, &ColumnsConfig::default())
             .unwrap()
             .map(|row| {
                 row.map(|row| (row.place.row, Value::Object(row.columns)))
@@ -194,5 +216,25 @@ mod tests {
         assert_eq!(rows("x.json", b"\xef\xbb\xbf \n[{\"a\": 1},\n {\"a\": 2}]"), want);
         assert_eq!(rows("x.json", b"{\"a\": 1}\n{\"a\": 2}\n"), want);
         assert_eq!(rows("x.json", b""), []);
+    }
+
+    #[test]
+    fn packed_files_are_read_as_what_they_hold() {
+        let text = b"{\"a\": 1}\n{\"a\": 2}\n".repeat(20_000);
+        let want = rows("x.jsonl", &text);
+        let gz = |part: &[u8]| {
+            let mut packer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            std::io::Write::write_all(&mut packer, part).unwrap();
+            packer.finish().unwrap()
+        };
+        // Files joined by `cat` are several members.
+        let (a, b) = text.split_at(text.len() / 2);
+        let packed = [gz(a), gz(b)].concat();
+        assert_eq!(rows("x.jsonl.gz", &packed), want);
+        assert_eq!(rows("x.jsonl.zst", &zstd::encode_all(&text[..], 1).unwrap()), want);
+        assert_eq!(rows("x.json.zst", &zstd::encode_all(&b"[{}]"[..], 1).unwrap()).len(), 1);
+        let cut = rows("x.jsonl.gz", &packed[..packed.len() - 20]);
+        assert!(cut.last().unwrap().is_err(), "a file that was cut is noticed");
+        assert_eq!(rows("x.csv.gz", &gz(b"a\n1\n")), [Ok((2, serde_json::json!({"a": "1"})))]);
     }
 }

@@ -83,6 +83,7 @@ impl ChatTokenizer {
         let special_texts = special.iter().map(|(_, text)| text.clone()).collect::<Vec<_>>();
         let compile = |(path, source): (PathBuf, String)| {
             ChatTemplate::new(&source, template_variables(&settings), special_texts.clone())
+                .map(|template| template.with_thinking(config.thinking))
                 .map_err(|fault| fault.at_file(&path))
         };
         let (template, tool_template) = match own_template.clone() {
@@ -136,6 +137,19 @@ impl ChatTokenizer {
         self.special_ids.binary_search(&id).is_ok()
     }
 
+    /// The tokens flagged special, and of them those that the chat template prints around a question and
+    /// its answer.
+    pub fn special_ids(&self) -> (&[u32], Vec<u32>) {
+        let said =
+            |role: &str| Map::from_iter([("role".into(), role.into()), ("content".into(), Value::from("a"))]);
+        let conversation =
+            Conversation { messages: vec![said("user"), said("assistant")], ..Default::default() };
+        let rendered = self.render_chat(&conversation, &LossMaskConfig::default());
+        let ids = rendered.and_then(|rendered| Ok(self.tokenise(&rendered.text)?.0)).unwrap_or_default();
+        let printed = |id: &&u32| ids.contains(id);
+        (&self.special_ids, self.special_ids.iter().filter(printed).copied().collect())
+    }
+
     /// The text and trained parts of a conversation.
     ///
     /// # Errors
@@ -173,21 +187,29 @@ impl ChatTokenizer {
                 let (ids, offsets) = self.tokenise(&text)?;
                 Ok(Sample { mask: mask(&offsets, &spans), ids })
             }
-            Body::Text(text) => {
-                if text.is_empty() {
-                    return Ok(Sample::default());
-                }
-                let (mut ids, _) = self.tokenise(text)?;
-                if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
-                    ids.insert(0, bos);
-                }
-                if let Some(eos) = self.eos_id().filter(|eos| ids.last() != Some(eos)) {
-                    ids.push(eos);
-                }
-                Ok(Sample { mask: vec![true; ids.len()], ids })
-            }
+            Body::Text(text) => self.encode_plain("", text),
+            Body::Continuation { prompt, completion } => self.encode_plain(prompt, completion),
             Body::Tokens { input_ids, labels } => self.take_tokens(input_ids, labels),
         }
+    }
+
+    /// Plain text, trained from the end of `context` on, its end token included.
+    fn encode_plain(&self, context: &str, trained: &str) -> Result<Sample, Fault> {
+        if trained.is_empty() {
+            return Ok(Sample::default());
+        }
+        let text = format!("{context}{trained}");
+        let (mut ids, offsets) = self.tokenise(&text)?;
+        let mut mask = mask(&offsets, std::slice::from_ref(&(context.len()..text.len())));
+        if let Some(bos) = self.bos.filter(|bos| ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+            mask.insert(0, context.is_empty());
+        }
+        if let Some(eos) = self.eos_id().filter(|eos| ids.last() != Some(eos)) {
+            ids.push(eos);
+            mask.push(true);
+        }
+        Ok(Sample { ids, mask })
     }
 
     /// Tokens made elsewhere: checked, as nothing else will.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
+use super::data_ending;
 use crate::assets::Asset;
 use crate::error::{Error, Result};
 
@@ -32,7 +33,7 @@ impl Repo {
                 && !part.starts_with(['.', '-', '~'])
                 && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         };
-        let is_file = [".jsonl", ".json", ".parquet", ".csv"].iter().any(|ending| repo.ends_with(ending));
+        let is_file = data_ending(repo).is_some();
         (fits(owner) && fits(repo) && !is_file).then(|| Self { kind, id: name.to_string() })
     }
 

@@ -6,8 +6,19 @@ use super::Listing;
 pub(super) const LAYOUT_HINT: &str =
     "A folder of data holds files such as `data/train-00000-of-00002.parquet` or `train.jsonl`.";
 
-/// Endings of data files.
-pub(crate) const ENDINGS: [&str; 3] = ["jsonl", "json", "parquet"];
+/// Endings of data files; all but the last may have one of [`PACKED`] behind.
+pub(crate) const ENDINGS: [&str; 4] = ["jsonl", "json", "csv", "parquet"];
+
+/// Endings of packed files.
+const PACKED: [&str; 2] = ["gz", "zst"];
+
+/// What a data file holds, by its name: `jsonl` for `x.jsonl` and `x.jsonl.gz`.
+pub(crate) fn data_ending(path: &str) -> Option<&'static str> {
+    let (stem, last) = path.rsplit_once('.')?;
+    let packed = PACKED.contains(&last);
+    let ending = if packed { stem.rsplit_once('.')?.1 } else { last };
+    ENDINGS.into_iter().find(|known| ending.eq_ignore_ascii_case(known) && !(packed && *known == "parquet"))
+}
 
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -119,10 +130,9 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
 
 fn is_data(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
-    let ending = name.rsplit_once('.').map_or("", |(_, ending)| ending);
     // What `datasets` and the hub put beside the data.
     let about = ["dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"];
-    ENDINGS.contains(&ending) && !about.contains(&name) && !name.starts_with('.')
+    data_ending(name).is_some() && !about.contains(&name) && !name.starts_with('.')
 }
 
 fn folders(path: &str) -> impl Iterator<Item = &str> {
@@ -132,7 +142,8 @@ fn folders(path: &str) -> impl Iterator<Item = &str> {
 /// `train-00000-of-00002` → `train`, and the two numbers; other stems as they are.
 fn stem(path: &str) -> (&str, Option<(usize, usize)>) {
     let name = path.rsplit('/').next().unwrap_or(path);
-    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    let unpacked = name.rsplit_once('.').filter(|(_, last)| PACKED.contains(last)).map_or(name, |(n, _)| n);
+    let stem = unpacked.rsplit_once('.').map_or(unpacked, |(stem, _)| stem);
     let shard = || {
         let (rest, count) = stem.rsplit_once("-of-")?;
         let (split, number) = rest.rsplit_once('-')?;
@@ -172,11 +183,11 @@ fn belongs(path: &str, split: &str) -> bool {
 
 /// Where the same data lie in two forms, those of the more frequent ending; parquet if equal.
 fn of_one_ending(files: &[&String]) -> Vec<String> {
-    let count = |ending: &str| files.iter().filter(|f| f.ends_with(&format!(".{ending}"))).count();
+    let count = |ending: &&'static str| files.iter().filter(|f| data_ending(f) == Some(*ending)).count();
     let Some(ending) = ENDINGS.iter().max_by_key(|ending| (count(ending), **ending == "parquet")) else {
         return Vec::new();
     };
-    files.iter().filter(|f| f.ends_with(&format!(".{ending}"))).map(|f| f.to_string()).collect()
+    files.iter().filter(|f| data_ending(f) == Some(*ending)).map(|f| f.to_string()).collect()
 }
 
 /// The name of a shard that should be there and isn't.
@@ -246,6 +257,9 @@ mod tests {
     #[test]
     fn one_form_of_the_same_data_is_read() {
         assert_eq!(choose(&["train.jsonl", "train.parquet"], None, "train").unwrap(), ["train.parquet"]);
+        let packed = ["data/train-00000-of-00002.jsonl.gz", "data/train-00001-of-00002.jsonl.gz"];
+        assert_eq!(choose(&packed, None, "train").unwrap(), packed);
+        assert_eq!(choose(&["test.csv.zst", "x.zst"], None, "test").unwrap(), ["test.csv.zst"]);
         assert!(
             choose(&["data-00000-of-00001.arrow", "state.json"], None, "train")
                 .unwrap_err()

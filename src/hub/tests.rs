@@ -277,3 +277,24 @@ mod server {
         })
     }
 }
+
+#[test]
+fn patterns_name_files_whatever_their_split() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a/test.jsonl", "a/train.jsonl", "b/x.csv.gz", "b/notes.jsonl.d/y"] {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "").unwrap();
+    }
+    let files = |pattern: &str| {
+        let pattern = dir.path().join(pattern);
+        let found = dataset_files(pattern.to_str().unwrap(), None, "train").map_err(|e| e.to_string())?;
+        let name = |file: &PathBuf| file.strip_prefix(dir.path()).unwrap().to_str().unwrap().to_string();
+        Ok(found.iter().map(name).collect::<Vec<_>>())
+    };
+    assert_eq!(files("a/*.jsonl"), Ok(vec!["a/test.jsonl".into(), "a/train.jsonl".into()]));
+    assert_eq!(files("**/*.j*"), files("a/*.jsonl"), "folders are no files");
+    assert_eq!(files("?/[x-z].csv.gz"), Ok(vec!["b/x.csv.gz".into()]));
+    let error: String = files("c/*.jsonl").unwrap_err();
+    assert!(error.contains("c/*.jsonl") && error.contains("no file matches"), "{error}");
+}

@@ -10,8 +10,10 @@ mod config;
 mod decoder;
 mod inputs;
 mod lora;
+mod size;
 mod targets;
 mod trainable;
+mod untrained;
 mod weights;
 
 pub use config::HfConfig;
@@ -19,8 +21,10 @@ pub(crate) use config::read_json_object;
 pub use decoder::{Attention, Decoder, Layer, Mlp, Model, Norm};
 pub use inputs::Inputs;
 pub use lora::{AdaptedModule, Adapter, Embedding, Linear, LoraReport, LoraSpec, Run};
+pub use size::{Load, Memory, Sizes, sizes};
 pub(crate) use targets::{Modules, Resolved, resolve};
 pub use trainable::{ParameterCounts, Trainable};
+pub use untrained::untrained_tokens;
 pub use weights::LoadReport;
 pub(crate) use weights::{Checkpoint, Entry, decode};
 

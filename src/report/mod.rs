@@ -10,7 +10,7 @@ mod metrics;
 mod plain;
 
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
-pub use plain::{LineFormat, Plain};
+pub use plain::{LineFormat, Plain, thousands};
 
 /// Listener of a run.
 pub trait Report {

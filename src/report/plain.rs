@@ -163,7 +163,8 @@ fn step_line(m: &StepMetrics) -> String {
 }
 
 /// `1234567` as `1,234,567`.
-fn thousands(n: usize) -> String {
+/// `1,234,567`
+pub fn thousands(n: usize) -> String {
     let digits = n.to_string();
     let mut text = String::new();
     for (i, digit) in digits.chars().enumerate() {

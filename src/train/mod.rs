@@ -1,5 +1,6 @@
 //! Training: the recipe ([`sft`]), one step of it ([`step`]), and what they are made of.
 
+pub mod check;
 pub mod eval;
 pub mod metrics;
 pub mod optim;

@@ -11,9 +11,9 @@ use super::resume::Begun;
 use super::schedule::Schedule;
 use super::step::StepOptions;
 use crate::config::{DataConfig, Plan, SftConfig};
-use crate::data::{Batch, ChatTokenizer, Loader, validation_batches};
+use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
-use crate::model::{Decoder, HfConfig, LoraSpec};
+use crate::model::{Decoder, HfConfig, LoraSpec, untrained_tokens};
 use crate::report::{Event, Report, RunInfo};
 use crate::{Result, hub};
 
@@ -84,11 +84,11 @@ pub(super) struct Data {
 pub(super) fn data(
     config: &SftConfig,
     base: &Path,
-    model: &Decoder,
+    model: &HfConfig,
     report: &mut dyn Report,
 ) -> Result<Data> {
-    let vocab_size = model.config().vocab_size;
-    let longest = config.model.max_position_embeddings.unwrap_or(model.config().max_position_embeddings);
+    let vocab_size = model.vocab_size;
+    let longest = config.model.max_position_embeddings.unwrap_or(model.max_position_embeddings);
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
     let tokenizer =
         if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
@@ -103,6 +103,11 @@ pub(super) fn data(
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
     loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
+    if let Some(tokenizer) = tokenizer.as_ref().filter(|_| loader.report().has_chats()) {
+        untrained_chat_tokens(config, base, tokenizer)?
+            .into_iter()
+            .for_each(|w| report.event(&Event::Warning(w)));
+    }
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
             let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
@@ -114,6 +119,32 @@ pub(super) fn data(
         _ => Vec::new(),
     };
     Ok(Data { tokenizer, loader, val })
+}
+
+/// A warning where the chat template prints tokens that the base model never learned and that the run won't
+/// teach it: without it such a model doesn't learn to stop.
+fn untrained_chat_tokens(
+    config: &SftConfig,
+    base: &Path,
+    tokenizer: &ChatTokenizer,
+) -> Result<Option<String>> {
+    let Some(lora) = &config.model.lora else { return Ok(None) };
+    if lora.modules_to_save.iter().any(|module| module.ends_with("embed_tokens")) {
+        return Ok(None);
+    }
+    let (special, printed) = tokenizer.special_ids();
+    let untrained = untrained_tokens(base, &printed, special)?;
+    if untrained.is_empty() {
+        return Ok(None);
+    }
+    let names = untrained.iter().map(|&id| Ok(format!("`{}`", tokenizer.decode(&[id], false)?)));
+    Ok(Some(format!(
+        "the chat template prints {}, which this base model was never trained on (by their rows of the \
+         embedding), and the adapter doesn't train them: it may not learn to stop; set \
+         `model.lora.modules_to_save = [\"embed_tokens\", \"lm_head\"]`, start from the instruct model, or name a \
+         template of known tokens in `[tokenizer] chat_template`",
+        names.collect::<Result<Vec<_>>>()?.join(", ")
+    )))
 }
 
 /// Where the run ends: at `max_steps`, or with the data if that is sooner.
@@ -133,9 +164,10 @@ pub(super) fn describe_data(loader: &Loader) -> String {
         return "Data: made-up tokens".into();
     }
     format!(
-        "Data: {} of {} rows, {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
+        "Data: {} of {} rows ({}), {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
         report.documents,
         report.rows,
+        report.formats(),
         report.tokens,
         report.trained,
         report.packed_rows,
@@ -163,18 +195,12 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
     let mut texts = Vec::new();
     for batch in batches {
         for w in batch.cu_seqlens.windows(2) {
-            let (start, end) = (w[0] as usize, w[1] as usize);
+            let range = w[0] as usize..w[1] as usize;
             // Position t predicts token t + 1, so that is the token the mask is about.
-            let trained = |t: usize| t > start && batch.loss_mask[t - 1];
-            let (mut text, mut from) = (String::new(), start);
-            for t in start + 1..=end {
-                if t == end || trained(t) != trained(from) {
-                    let part = tokenizer.decode(&batch.input_ids[from..t], false)?;
-                    text += &if trained(from) { format!("⟦{part}⟧") } else { part };
-                    from = t;
-                }
-            }
-            texts.push(text);
+            let mask = range.clone().map(|t| t > range.start && batch.loss_mask[t - 1]).collect();
+            let parts = tokenizer.parts(&Sample { ids: batch.input_ids[range].to_vec(), mask })?;
+            let marked = parts.iter().map(|(text, t)| if *t { format!("⟦{text}⟧") } else { text.clone() });
+            texts.push(marked.collect());
         }
     }
     Ok(texts)

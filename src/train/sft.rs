@@ -117,7 +117,7 @@ impl<'a> Run<'a> {
         // ---- device, model, adapters, data, optimizer ----
         let selected = setup::device(config, plan, report)?;
         let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
-        let mut data = setup::data(config, &base, &model, report)?;
+        let mut data = setup::data(config, &base, model.config(), report)?;
         details.push(setup::describe_data(&data.loader));
         let mut optimizer = setup::optimizer(config, &model);
 

@@ -1,11 +1,14 @@
 use super::*;
-use crate::data::row::{Body, Place, RawRow, normalise};
+use crate::config::SftDataConfig;
+use crate::data::format::normalise;
+use crate::data::row::{Body, Place, RawRow};
 use serde_json::json;
 
 fn conversation(columns: serde_json::Value) -> Conversation {
     let serde_json::Value::Object(columns) = columns else { panic!("an object") };
     let place = Place { file: std::path::PathBuf::from("x.jsonl").into(), row: 1 };
-    match normalise(RawRow { place, columns, padded_with_nulls: false }).unwrap().body {
+    let raw = RawRow { place, columns, padded_with_nulls: false };
+    match normalise(raw, &SftDataConfig::default()).unwrap().body {
         Body::Chat(conversation) => conversation,
         other => panic!("{other:?}"),
     }

@@ -1,10 +1,17 @@
+use std::path::PathBuf;
+
 use super::*;
+use crate::data::Place;
 use serde_json::json;
 
-fn read(columns: Value, padded_with_nulls: bool) -> Result<Row, String> {
+fn read_as(data: &SftDataConfig, columns: Value, padded_with_nulls: bool) -> Result<Row, String> {
     let Value::Object(columns) = columns else { panic!("an object") };
     let place = Place { file: PathBuf::from("x.jsonl").into(), row: 7 };
-    normalise(RawRow { place, columns, padded_with_nulls }).map_err(|e| e.to_string())
+    normalise(RawRow { place, columns, padded_with_nulls }, data).map_err(|e| e.to_string())
+}
+
+fn read(columns: Value, padded_with_nulls: bool) -> Result<Row, String> {
+    read_as(&SftDataConfig::default(), columns, padded_with_nulls)
 }
 
 fn conversation(columns: Value) -> Conversation {
@@ -124,4 +131,60 @@ fn fields_keep_their_order() {
         Value::Object(got.messages[0].clone()).to_string(),
         r#"{"content":"ab","zz":1,"role":"user"}"#
     );
+}
+
+#[test]
+fn formats_are_told_by_their_columns_or_named() {
+    let message = json!([{"role": "user", "content": "u"}]);
+    let all = json!({"messages": message, "prompt": "p", "completion": "c", "conversations": message,
+        "instruction": "i", "output": "o", "text": "t", "input_ids": [1], "labels": [1]});
+    let mut columns = all.clone();
+    for (format, drop) in [
+        (DataFormat::Messages, "messages"),
+        (DataFormat::PromptCompletion, "prompt"),
+        (DataFormat::ShareGpt, "conversations"),
+        (DataFormat::Alpaca, "instruction"),
+        (DataFormat::Text, "text"),
+        (DataFormat::Pretokenized, "labels"),
+    ] {
+        assert_eq!(read(columns.clone(), false).unwrap().format, format);
+        let data = SftDataConfig { format, ..Default::default() };
+        assert_eq!(read_as(&data, all.clone(), false).unwrap(), read(columns.clone(), false).unwrap());
+        columns.as_object_mut().unwrap().remove(drop);
+        let error = read_as(&data, columns.clone(), false).unwrap_err();
+        let want = format!("`{drop}`");
+        assert!(error.contains(&want) && error.contains(format.as_str()), "{error}");
+    }
+    let data = SftDataConfig { format: DataFormat::RawPromptCompletion, ..Default::default() };
+    let want = Body::Continuation { prompt: "p".into(), completion: "c".into() };
+    assert_eq!(read_as(&data, all, false).unwrap().body, want);
+}
+
+#[test]
+fn alpaca_is_a_question_with_its_input_and_an_answer() {
+    let said = |columns| {
+        let got = conversation(columns);
+        assert_eq!(got.context, 0);
+        let text = |m: &Map<String, Value>| format!("{}: {}", m["role"], m["content"]);
+        got.messages.iter().map(text).collect::<Vec<_>>().join(" ").replace('"', "")
+    };
+    for input in [json!(null), json!("")] {
+        let row = json!({"instruction": "i", "input": input, "output": "o"});
+        assert_eq!(said(row), "user: i assistant: o");
+    }
+    let row = json!({"instruction": "i", "input": "x", "output": "o", "system": "s", "text": "all of it"});
+    assert_eq!(said(row), "system: s user: i\\n\\nx assistant: o");
+}
+
+#[test]
+fn columns_can_have_other_names() {
+    let columns =
+        ColumnsConfig { prompt: "question".into(), completion: "answer".into(), ..Default::default() };
+    let data = SftDataConfig { columns, ..Default::default() };
+    let row = read_as(&data, json!({"question": "u", "answer": "a", "prompt": 3}), false).unwrap();
+    assert_eq!(row.body, read(json!({"prompt": "u", "completion": "a"}), false).unwrap().body);
+    let error = read_as(&data, json!({"question": 3, "answer": "a"}), false).unwrap_err();
+    assert!(error.contains("`question` is the number 3"), "{error}");
+    let error = read_as(&data, json!({"prompt": "u"}), false).unwrap_err();
+    assert!(error.contains("found column `prompt`") && error.contains("`question` and `answer`"), "{error}");
 }

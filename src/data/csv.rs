@@ -1,0 +1,133 @@
+//! Rows of a csv file (RFC 4180, with a header line): every value is a string, an empty one is null.
+
+use std::io::BufRead;
+use std::path::Path;
+use std::sync::Arc;
+
+use csv_core::ReadRecordResult;
+use serde_json::{Map, Value};
+
+use super::row::{Fault, Place, RawRow};
+use super::source::{Reader, Rows};
+use crate::error::{Error, Result};
+
+/// The rows of a csv file; a row's place is the line on which it begins.
+pub(super) fn rows(path: &Path, reader: Reader) -> Rows {
+    let file = Arc::new(path.to_path_buf());
+    let mut records = Records::new(reader);
+    let mut header: Option<Vec<String>> = None;
+    Box::new(std::iter::from_fn(move || {
+        loop {
+            let place = Place { file: file.clone(), row: records.line() };
+            let fields = match records.next() {
+                Ok(Some(record)) => texts(record),
+                Ok(None) => return None,
+                Err(error) => return Some(Err(Error::io(file.as_ref(), "read", error))),
+            };
+            match (fields, &header) {
+                (Err(fault), _) => return Some(Err(fault.at(&place))),
+                (Ok(names), None) => header = Some(names),
+                (Ok(fields), Some(names)) => {
+                    let columns = object(names, fields).map_err(|fault| fault.at(&place));
+                    return Some(columns.map(|columns| RawRow { place, columns, padded_with_nulls: false }));
+                }
+            }
+        }
+    }))
+}
+
+/// A csv file being read, record by record.
+struct Records {
+    reader: Reader,
+    parser: csv_core::Reader,
+    text: Vec<u8>,
+    /// Where each field ends in `text`.
+    ends: Vec<usize>,
+}
+
+impl Records {
+    fn new(reader: Reader) -> Self {
+        Self { reader, parser: csv_core::Reader::new(), text: vec![0; 1 << 12], ends: vec![0; 16] }
+    }
+
+    /// The 1-based line on which the next record begins.
+    fn line(&self) -> usize {
+        self.parser.line() as usize
+    }
+
+    /// The fields of the next record.
+    fn next(&mut self) -> std::io::Result<Option<Vec<&[u8]>>> {
+        let (mut text, mut fields) = (0, 0);
+        loop {
+            let input = self.reader.fill_buf()?;
+            let (result, read, written, ended) =
+                self.parser.read_record(input, &mut self.text[text..], &mut self.ends[fields..]);
+            self.reader.consume(read);
+            text += written;
+            fields += ended;
+            match result {
+                ReadRecordResult::InputEmpty => {}
+                ReadRecordResult::OutputFull => self.text.resize(2 * self.text.len(), 0),
+                ReadRecordResult::OutputEndsFull => self.ends.resize(2 * self.ends.len(), 0),
+                ReadRecordResult::End => return Ok(None),
+                ReadRecordResult::Record => {
+                    let starts = [0].into_iter().chain(self.ends.iter().copied());
+                    let ends = self.ends[..fields].iter();
+                    return Ok(Some(starts.zip(ends).map(|(start, &end)| &self.text[start..end]).collect()));
+                }
+            }
+        }
+    }
+}
+
+fn texts(record: Vec<&[u8]>) -> Result<Vec<String>, Fault> {
+    let text = |field: &[u8]| {
+        std::str::from_utf8(field).map(str::to_string).map_err(|_| {
+            Fault::new("not UTF-8", "Convert the file, for example with `iconv -f latin1 -t utf-8`.")
+        })
+    };
+    record.into_iter().map(text).collect()
+}
+
+fn object(names: &[String], fields: Vec<String>) -> Result<Map<String, Value>, Fault> {
+    if fields.len() != names.len() {
+        return Err(Fault::new(
+            format!("{} values, but the header has {}", fields.len(), names.len()),
+            "Values with commas, quotes or line ends stand in double quotes.",
+        ));
+    }
+    let value = |field: String| if field.is_empty() { Value::Null } else { Value::String(field) };
+    Ok(names.iter().cloned().zip(fields.into_iter().map(value)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::ColumnsConfig;
+    use serde_json::{Value, json};
+
+    fn rows(text: &[u8]) -> Vec<Result<(usize, Value), String>> {
+        let file = tempfile::Builder::new().suffix(".csv").tempfile().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let rows = crate::data::source::open(file.path(), &ColumnsConfig::default()).unwrap();
+        let shown = |e: crate::Error| e.to_string().split_once(".csv").unwrap().1.to_string();
+        rows.map(|row| row.map(|r| (r.place.row, Value::Object(r.columns))).map_err(shown)).collect()
+    }
+
+    #[test]
+    fn quotes_lines_and_empty_values() {
+        let text = "\u{feff}prompt,completion\r\n\"a, \"\"b\"\"\nc\",é\r\nd,\r\n";
+        let want = [
+            Ok((2, json!({"prompt": "a, \"b\"\nc", "completion": "é"}))),
+            Ok((4, json!({"prompt": "d", "completion": null}))),
+        ];
+        assert_eq!(rows(text.as_bytes()), want);
+        assert_eq!(rows(b""), []);
+    }
+
+    #[test]
+    fn faults_name_the_line() {
+        let got = rows(b"a,b\n1,2\n3\n\xff,4\n");
+        assert_eq!(got[1], Err(":3: 1 values, but the header has 2".into()));
+        assert_eq!(got[2], Err(":4: not UTF-8".into()));
+    }
+}
