@@ -51,8 +51,11 @@ impl Records {
     }
 
     /// The 1-based line on which the next record begins.
-    fn line(&self) -> usize {
-        self.parser.line() as usize
+    fn line(&mut self) -> usize {
+        // The parser leaves the `\n` of `\r\n`, and blank lines, to its next call.
+        let waiting = self.reader.fill_buf().unwrap_or_default();
+        let ends = waiting.iter().take_while(|byte| b"\r\n".contains(byte));
+        self.parser.line() as usize + ends.filter(|&&byte| byte == b'\n').count()
     }
 
     /// The fields of the next record.

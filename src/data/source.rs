@@ -28,6 +28,17 @@ pub(super) type Reader = BufReader<Box<dyn Read + Send>>;
 
 /// Opens a data file by its ending; other columns than `columns` has needn't be read.
 pub(super) fn open(path: &Path, columns: &ColumnsConfig) -> Result<Rows> {
+    let mut rows = by_ending(path, columns)?;
+    let mut unreadable = false;
+    Ok(Box::new(std::iter::from_fn(move || {
+        // What can't be read now can't be read later: without an end, a cut file would fail for ever.
+        let row = if unreadable { None } else { rows.next() };
+        unreadable |= matches!(row, Some(Err(Error::Io { .. })));
+        row
+    })))
+}
+
+fn by_ending(path: &Path, columns: &ColumnsConfig) -> Result<Rows> {
     match data_ending(&path.to_string_lossy()) {
         Some("parquet") => parquet::rows(path, &wanted(columns)),
         Some("csv") => Ok(csv::rows(path, reader(path)?)),
