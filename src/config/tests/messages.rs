@@ -8,7 +8,7 @@ fn everything_wrong_is_told_at_once_in_file_order() {
     assert_eq!(
         told(text),
         "x.toml:2: unknown key `sed`\n    hint: did you mean `seed`?\n\
-         x.toml:4: `model.lora.rank` is 0, wanted at least 1\n\
+         x.toml:4: `model.lora.rank` is 0, wanted 1 to 65536\n\
          x.toml:6: `optim.lr` is the string \"fast\", wanted a number\n\
          x.toml:7: `optim.momentum` is a key of `type = \"sgd\"`, and this is `type = \"adamw\"`\n    \
          hint: take it out, or change `optim.type`\n\
@@ -69,7 +69,7 @@ fn wrong_types_say_what_is_wanted() {
         ("optim.betas1 = 1.0", "`optim.betas1` is 1, wanted at least 0 and below 1"),
         ("data.splits = [\"a\", 1]", "`data.splits[1]` is the integer 1, wanted a string"),
         ("data.splits = \"a\"", "`data.splits` is the string \"a\", wanted a list of strings"),
-        ("model.lora.rank_pattern = { q = 0 }", "`model.lora.rank_pattern` is 0, wanted at least 1"),
+        ("model.lora.rank_pattern = { q = 0 }", "`model.lora.rank_pattern` is 0, wanted 1 to 65536"),
         ("model.lora.rank_pattern = [1]", "`model.lora.rank_pattern` is a list, wanted a table of integers"),
         (
             "model.lora.init_lora_weights = false",
