@@ -88,11 +88,18 @@ fn folder(
 pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Vec<PathBuf>> {
     const KEY: &str = "data.name";
     let path = Path::new(name);
-    if path.is_file() {
-        return Ok(vec![path.to_path_buf()]);
-    }
-    if !path.exists() && name.contains(['*', '?', '[']) {
-        return matching(name);
+    let pattern = !path.exists() && name.contains(['*', '?', '[']);
+    if path.is_file() || pattern {
+        if subset.is_some() || split != "train" {
+            let message = "`data.subsets` and `data.splits` choose among the files of a folder; these are named already";
+            return Err(Error::data(
+                path,
+                None,
+                message,
+                "leave them out, or name the folder in `data.name`",
+            ));
+        }
+        return if pattern { matching(name) } else { Ok(vec![path.to_path_buf()]) };
     }
     let embedded = embedded(name)?;
     let choose = |listing: &dyn Listing| layout::data_files(listing.paths(), subset, split);

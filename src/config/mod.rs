@@ -311,7 +311,7 @@ choice! {
 }
 
 table! {
-    /// The roles whose messages are trained.
+    /// The roles whose messages are trained; of `prompt` + `completion` rows, those of the completion alone.
     #[derive(Copy, Eq)]
     pub struct LossMaskConfig {
         /// System messages.

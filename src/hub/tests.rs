@@ -128,6 +128,19 @@ fn own_offline() {
 }
 
 #[test]
+fn splits_of_a_single_file_are_an_error_not_a_silence() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("rows.jsonl");
+    fs::write(&file, "").unwrap();
+    let file = file.to_string_lossy();
+    assert!(dataset_files(&file, None, "train").is_ok());
+    for (subset, split) in [(None, "test"), (Some("x"), "train")] {
+        let error = text(dataset_files(&file, subset, split).unwrap_err());
+        assert!(error.contains("`data.splits`"), "{error}");
+    }
+}
+
+#[test]
 fn a_misspelled_path_is_not_sought_on_the_hub() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("model")).unwrap();

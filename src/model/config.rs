@@ -116,6 +116,16 @@ impl HfConfig {
     }
 
     fn check_sizes(&self, path: &Path) -> Result<()> {
+        // Far beyond any model there is: a slip in the file, not a reason to run out of memory.
+        let sizes = [
+            ("num_hidden_layers", self.num_hidden_layers, 10_000),
+            ("hidden_size", self.hidden_size, 1 << 20),
+            ("intermediate_size", self.intermediate_size, 1 << 24),
+            ("vocab_size", self.vocab_size, 1 << 24),
+        ];
+        if let Some((key, size, most)) = sizes.into_iter().find(|(_, size, most)| size > most) {
+            return Err(Error::model(path, format!("`{key}` is {size}, at most {most} is wanted"), ""));
+        }
         let (h, g) = (self.num_attention_heads, self.num_key_value_heads);
         if !h.is_multiple_of(g) {
             let message = format!("`num_attention_heads` {h} is not a multiple of `num_key_value_heads` {g}");
@@ -343,6 +353,12 @@ mod tests {
             HfConfig::from_json(&map, Path::new("config.json")).unwrap().head_dim
         };
         assert_eq!((absent("llama"), absent("qwen2"), absent("qwen3")), (8, 8, 128));
+    }
+
+    #[test]
+    fn sizes_beyond_any_model_are_refused_before_memory_is_asked_for() {
+        let text = message(&[("num_hidden_layers", 99_999_999.into())]);
+        assert!(text.contains("`num_hidden_layers` is 99999999"), "{text}");
     }
 
     #[test]
