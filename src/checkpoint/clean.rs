@@ -79,7 +79,8 @@ impl RunFolder {
                 None => drop(fs::remove_dir(parent)), // not there, or a link: both are fine
                 Some((name, _)) => {
                     let (n, place) = (left.len(), parent.display());
-                    note(format!("`{place}` keeps {n} of what no run wrote as it is, such as `{name}`"));
+                    let entries = if n == 1 { "entry" } else { "entries" };
+                    note(format!("`{place}` keeps {n} {entries} that no run wrote, such as `{name}`"));
                 }
             }
         }

@@ -51,6 +51,7 @@ pub fn write(parent: &Path, step: usize, fill: impl FnOnce(&Path) -> Result<()>)
     let mut files = BTreeMap::new();
     for name in list(&temporary)? {
         let path = temporary.join(&name);
+        share(&path, &temporary)?;
         sync(&path)?;
         path.ancestors().skip(1).take_while(|p| *p != temporary).try_for_each(sync)?;
         files.insert(name, seal(&path)?);
@@ -236,6 +237,20 @@ pub fn free_name(path: &Path) -> PathBuf {
 /// Deletes a folder with all it holds.
 pub fn remove(folder: &Path) -> Result<()> {
     fs::remove_dir_all(folder).map_err(|e| Error::io(folder, "delete", e))
+}
+
+/// Gives a file the readers that its folder has: some writers make files that only the owner can read.
+fn share(path: &Path, folder: &Path) -> Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let of_folder = fs::metadata(folder).map_err(|e| Error::io(folder, "read", e))?.permissions().mode();
+        let mode = fs::Permissions::from_mode(of_folder & 0o666);
+        fs::set_permissions(path, mode).map_err(|e| Error::io(path, "write", e))?;
+    }
+    #[cfg(not(unix))]
+    let _ = (path, folder);
+    Ok(())
 }
 
 /// Flushes a file or folder to the disk.
