@@ -487,6 +487,7 @@ fn chat_tokens_that_the_base_never_learned_are_told() {
     dir.sft(&base).succeeds().says(&["warning: ", "never trained on"]);
     let saved = [&base[..], &["--model.lora.modules-to-save", "embed_tokens", "lm_head"]].concat();
     assert!(!told(&saved).stdout.contains("never trained"));
+}
 
 /// Everything below a folder, with its content.
 fn snapshot(dir: &RunDir) -> Vec<(String, Vec<u8>)> {
