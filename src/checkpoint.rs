@@ -4,6 +4,7 @@
 //! output_dir/
 //!   configs/sft.toml             the resolved configuration
 //!   metrics.jsonl                a row a step
+//!   .lock                        held by the run that writes here
 //!   logs/trainer.log
 //!   checkpoints/step_N/          after N steps:
 //!     trainable.safetensors        the trainable parameters (of a LoRA run: megabytes)
@@ -29,9 +30,12 @@ use crate::config::{CkptConfig, SftConfig};
 use crate::data::LoaderState;
 use crate::{Error, Result};
 
+mod clean;
 pub mod folder;
+mod guard;
 pub mod tensors;
 
+pub use guard::Locks;
 pub use tensors::Named;
 
 /// The folders of a run.
@@ -132,10 +136,11 @@ impl RunFolder {
     /// Decides where the run begins; changes nothing.
     ///
     /// # Errors
-    /// Checkpoints or weights of another run in a fresh run's way, or no such checkpoint.
+    /// Checkpoints or weights of another run in a fresh run's way, no such checkpoint, or inputs that
+    /// `clean_output_dir` would delete.
     pub fn start(&self, config: &SftConfig) -> Result<Start> {
         if config.clean_output_dir {
-            return Ok(Start::Fresh);
+            return self.may_clean(config).map(|()| Start::Fresh);
         }
         match config.ckpt.as_ref().and_then(|c| c.resume_step) {
             Some(wanted) => self.find(wanted),
@@ -177,27 +182,6 @@ impl RunFolder {
         }
     }
 
-    /// Deletes what a run of ours writes, nothing else.
-    fn clean(&self, note: &mut dyn FnMut(String)) -> Result<()> {
-        if std::env::var_os("NEVER_CLEAN_OUTPUT_DIR").is_some() {
-            return Err(Error::checkpoint(
-                &self.root,
-                "`clean_output_dir` is set, but the environment has NEVER_CLEAN_OUTPUT_DIR",
-                "unset one of the two",
-            ));
-        }
-        for path in [&self.checkpoints, &self.weights, &self.root.join("configs"), &self.root.join("logs")] {
-            if path.exists() {
-                note(format!("`clean_output_dir`: deleting `{}`", path.display()));
-                folder::remove(path)?;
-            }
-        }
-        match fs::remove_file(self.metrics()) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(self.metrics(), "delete", e)),
-            _ => Ok(()),
-        }
-    }
-
     /// The checkpoint of `wanted`, or the newest for -1 (the beginning if there is none).
     fn find(&self, wanted: i64) -> Result<Start> {
         let steps = folder::steps(&self.checkpoints)?;
@@ -226,22 +210,35 @@ impl RunFolder {
     fn refuse_to_mix(&self) -> Result<()> {
         for parent in [&self.checkpoints, &self.weights] {
             if let Some(step) = folder::steps(parent)?.last() {
+                let resume =
+                    if *parent == self.checkpoints { "resume it (`--ckpt.resume-step -1`), " } else { "" };
                 return Err(Error::checkpoint(
                     parent.join(format!("step_{step}")),
                     "another run has saved here, and nothing is overwritten",
-                    "resume it (`--ckpt.resume-step -1`), delete it (`--clean-output-dir`), \
-                     or set another `output_dir`",
+                    format!("{resume}delete it (`--clean-output-dir`), or set another `output_dir`"),
                 ));
             }
         }
         Ok(())
     }
 
-    /// Going on from an earlier step leaves a branch behind: its folders are renamed.
+    /// Going on from an earlier step leaves a branch behind: its folders are renamed, unless the same content was
+    /// set aside before (a run that is killed again and again between two saves makes the same weights each time).
+    /// What is called `step_N` and is no save of ours is renamed too: this run will want the name.
     fn set_later_aside(&self, step: usize, note: &mut dyn FnMut(String)) -> Result<()> {
         for parent in [&self.checkpoints, &self.weights] {
-            for later in folder::steps(parent)?.into_iter().filter(|&s| s > step) {
+            for later in folder::named(parent)?.into_iter().filter(|&s| s > step) {
+                if let Some(aside) = folder::make_way(parent, later)? {
+                    note(not_whole(parent, later, &aside));
+                    continue;
+                }
                 let path = parent.join(format!("step_{later}"));
+                if let Some(same) = folder::same_set_aside(&path) {
+                    let (path_name, same) = (path.display(), same.display());
+                    note(format!("`{path_name}` is the same as `{same}`, and is made anew: deleted"));
+                    folder::remove(&path)?;
+                    continue;
+                }
                 let aside = folder::set_aside(&path)?;
                 note(format!("`{}` is of a branch left behind, now `{}`", path.display(), aside.display()));
             }
@@ -249,9 +246,23 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Where the configuration of a dry run goes: beside that of a run, if there was one.
+    ///
+    /// # Errors
+    /// The file or folder can't be written.
+    pub fn write_dry_run(&self, text: &str) -> Result<PathBuf> {
+        let saved = folder::steps(&self.checkpoints)?.len() + folder::steps(&self.weights)?.len();
+        let used = saved > 0 || self.metrics().exists() || self.log().exists();
+        self.write_toml(if used { "sft.dry-run.toml" } else { "sft.toml" }, text)
+    }
+
     /// Writes `configs/sft.toml`; a different one that is there is renamed.
     pub fn write_config(&self, text: &str) -> Result<PathBuf> {
-        let path = self.root.join("configs").join("sft.toml");
+        self.write_toml("sft.toml", text)
+    }
+
+    fn write_toml(&self, name: &str, text: &str) -> Result<PathBuf> {
+        let path = self.root.join("configs").join(name);
         if fs::read_to_string(&path).is_ok_and(|old| old == text) {
             return Ok(path);
         }
@@ -377,6 +388,12 @@ pub fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
         .filter(|(_, before, now)| before != now)
         .map(|(key, before, now)| format!("`{key}`: the checkpoint has {before}, the run {now}"))
         .collect()
+}
+
+/// The note about a `step_N` that is no save of ours and was renamed.
+pub fn not_whole(parent: &Path, step: usize, aside: &Path) -> String {
+    let path = parent.join(format!("step_{step}"));
+    format!("`{}` has no `{}`, so it is no save; now `{}`", path.display(), folder::STABLE, aside.display())
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {

@@ -11,8 +11,9 @@ use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference, SftConfig};
 use crate::report::log::{self, LogFile};
 use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
-use crate::{Error, Result, SftLearner, StopFlag, Summary, export, train};
+use crate::{Error, Result, SftLearner, StopFlag, Summary, export, hub, train};
 
+mod again;
 mod preview;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -47,10 +48,10 @@ enum Command {
     },
     /// Write the Hugging Face model that base and adapter make together.
     Merge {
-        /// Folder of the base model.
-        #[arg(long, value_name = "DIR")]
-        base: PathBuf,
-        /// Folder of the PEFT adapter.
+        /// The base model: a folder, or a name as in `model.name`.
+        #[arg(long, value_name = "MODEL")]
+        base: String,
+        /// Folder of the PEFT adapter, or a run's `weights/step_N`.
         #[arg(long, value_name = "DIR")]
         adapter: PathBuf,
         /// Folder to write, which must not exist.
@@ -62,20 +63,22 @@ enum Command {
     },
 }
 
-/// Parses the process's arguments and runs the subcommand. A usage error ends the process here, with code 2.
-///
-/// # Errors
-/// Whatever the subcommand meets.
-pub fn run() -> Result<()> {
-    match Cli::parse().command {
+/// Parses the process's arguments, runs the subcommand, prints what went wrong, and returns the exit code. A usage
+/// error ends the process here, with code 2.
+pub fn run() -> u8 {
+    let mut format = LineFormat::Text;
+    let result = match Cli::parse().command {
         Command::Sft { args } if args.iter().any(|a| a == "--help" || a == "-h") => {
             print(&format!("{SFT_USAGE}\n{}", config::reference()))
         }
-        Command::Sft { args } => sft(&args),
+        Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
         Command::Preview { args } => preview::preview(&args),
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
-    }
+    };
+    let Err(error) = result else { return 0 };
+    let _ = writeln!(io::stderr(), "{}", describe_error(&error, format));
+    error.exit_code()
 }
 
 const SFT_USAGE: &str = "\
@@ -85,40 +88,79 @@ Files merge from left to right, flags win over files. `--SECTION` alone switches
 `None` switches it off, `--KEY` and `--no-KEY` set a boolean.
 ";
 
-/// Prints an error with its causes and its hint.
-pub fn print_error(error: &Error) {
+/// An error with its causes and its hint: lines, or one JSON object.
+fn describe_error(error: &Error, format: LineFormat) -> String {
+    let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+    let causes: Vec<String> = causes.map(ToString::to_string).collect();
+    if format == LineFormat::Json {
+        let line = serde_json::json!({
+            "level": "ERROR", "message": error.to_string(), "causes": causes, "hint": error.hint(),
+        });
+        return line.to_string();
+    }
     let mut text = format!("error: {error}");
-    let mut cause = std::error::Error::source(error);
-    while let Some(inner) = cause {
-        text += &format!("\n  caused by: {inner}");
-        cause = inner.source();
-    }
-    if let Some(hint) = error.hint() {
-        text += &format!("\nhint: {hint}");
-    }
-    let _ = writeln!(io::stderr(), "{text}");
+    causes.iter().for_each(|cause| text += &format!("\n  caused by: {cause}"));
+    error.hint().into_iter().for_each(|hint| text += &format!("\nhint: {hint}"));
+    text
 }
 
+/// Prints a result. Whoever listens may have left.
 fn print(text: &str) -> Result<()> {
-    writeln!(io::stdout(), "{}", text.trim_end()).map_err(|e| Error::io("standard output", "write", e))
+    match writeln!(io::stdout(), "{}", text.trim_end()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::io("standard output", "write", e)),
+        _ => Ok(()),
+    }
 }
 
-fn sft(args: &[String]) -> Result<()> {
+/// Prints what comes after the work: that it can't be printed doesn't undo the work.
+fn print_after(text: &str) {
+    if text.is_empty() {
+        return;
+    }
+    if let Err(error) = print(text) {
+        tracing::warn!("{error}");
+    }
+}
+
+fn sft(args: &[String], format: &mut LineFormat) -> Result<()> {
     let config::Loaded { config, differences } = config::load(args)?;
     let level: Level = config.log.level.parse().unwrap_or(Level::INFO);
-    let format = if config.log.json_logging { LineFormat::Json } else { LineFormat::Text };
+    *format = if config.log.json_logging { LineFormat::Json } else { LineFormat::Text };
+    let format = *format;
+    let learner = SftLearner::new(config.clone())?;
     let file = LogFile::new(&RunFolder::new(&config).log());
-    let file = config.log.file.then_some(file);
+    let mut file = config.log.file.then_some(file);
     log::init(level, format, file.clone());
 
     let terminal = Plain::new(io::stderr(), format).from_level(level);
-    let mut report = Both(terminal, ToFile::new(file, format, level));
+    let mut report = Both(terminal, ToFile::new(file.clone(), format, level));
     for line in describe(&differences) {
         report.event(&Event::Note(line));
     }
-    let stop = stop_on_ctrl_c()?;
-    let summary = SftLearner::new(config.clone())?.fit_with(&mut report, &stop)?;
-    print(&next_steps(&config, args, &summary))
+    let stop = stop_on_ctrl_c(format)?;
+    match learner.fit_with(&mut report, &stop) {
+        Ok(summary) => print_after(&next_steps(&config, args, &summary)),
+        Err(error) => {
+            let error = with_command(error, args);
+            if let Some(file) = &mut file {
+                let _ = writeln!(file, "{}", describe_error(&error, format));
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// An interruption's hint, with the command that goes on.
+fn with_command(error: Error, args: &[String]) -> Error {
+    match error {
+        Error::Interrupted { step, checkpoint: Some(path), .. } => {
+            let command = again::command(args, &[]);
+            let hint = format!("the newest checkpoint is `{}`; go on with\n  {command}", path.display());
+            Error::Interrupted { step, checkpoint: Some(path), hint }
+        }
+        other => other,
+    }
 }
 
 fn check(args: &[String]) -> Result<()> {
@@ -138,14 +180,15 @@ fn describe(differences: &[Difference]) -> Vec<String> {
 
 /// The first Ctrl-C (or SIGTERM, as schedulers send it) finishes the step at hand and saves; the second ends the
 /// process at once.
-fn stop_on_ctrl_c() -> Result<StopFlag> {
+fn stop_on_ctrl_c(format: LineFormat) -> Result<StopFlag> {
     let stop = StopFlag::default();
     let flag = stop.clone();
     let handler = move || {
         if flag.stop() {
             std::process::exit(130);
         }
-        let _ = writeln!(io::stderr(), "finishing the step and saving; once more ends at once");
+        let text = "stopping: what is under way is finished and saved first; once more ends at once";
+        Plain::new(io::stderr(), format).event(&Event::Note(text.into()));
     };
     ctrlc::set_handler(handler).map_err(|e| Error::Usage {
         message: format!("cannot listen for Ctrl-C: {e}"),
@@ -171,48 +214,61 @@ fn next_steps(config: &SftConfig, args: &[String], summary: &Summary) -> String 
         text += &format!("Weights: {}\n", weights.display());
     }
     if summary.checkpoint.is_some() {
-        // Without what the second command must not do again.
-        let args: Vec<String> =
-            args.iter().filter(|a| *a != "--clean-output-dir").map(|a| quoted(Path::new(a))).collect();
-        let steps = 2 * summary.steps;
-        text += &format!(
-            "Go on training:\n  embertune sft {} --ckpt.resume-step -1 --max-steps {steps}\n",
-            args.join(" ")
-        );
+        let ends = [
+            ("max-steps", config.max_steps.map(|_| 2 * summary.steps)),
+            ("num-epochs", config.num_epochs.map(|n| 2 * n)),
+        ];
+        let ends = ends.into_iter().filter_map(|(key, end)| Some((key, end?)));
+        text += &format!("Go on training:\n  {}\n", again::command(args, &ends.collect::<Vec<_>>()));
     }
     text
 }
 
 /// A path as a shell takes it.
 fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./@:=,+%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
+    again::quoted(&path.display().to_string())
 }
 
-fn merge(base: &Path, adapter: &Path, out: &Path, dtype: Option<&str>) -> Result<()> {
+fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
+    let taken = std::fs::read_dir(out).map(|mut entries| entries.next().is_some()).unwrap_or(out.exists());
+    if taken {
+        let hint = "name another folder with `--out`, or delete this one";
+        return Err(Error::model(out, "`--out` is there already, and nothing is overwritten", hint));
+    }
+    let base = hub::model_dir(base).map_err(about_base)?;
+    // `weights/step_N` of a run holds the adapter in a folder of its own.
+    let inner = adapter.join("lora_adapters");
+    let has_config = |dir: &Path| dir.join("adapter_config.json").exists();
+    let adapter = if !has_config(adapter) && has_config(&inner) { &inner } else { adapter };
     let dtype = dtype.map(|name| match name {
         "float32" => DType::F32,
         "float16" => DType::F16,
         _ => DType::BF16,
     });
-    let report = export::merge_as(base, adapter, out, dtype)?;
+    let report = export::merge_as(&base, adapter, out, dtype)?;
     for warning in &report.warnings {
         tracing::warn!("{warning}");
     }
     let (change, name) = &report.largest_change;
-    print(&format!(
+    print_after(&format!(
         "Merged: {}\n{} weights changed, by {change:.3e} at most (in `{name}`); rounding to the base's type \
          costs {:.3e} at most",
         out.display(),
         report.changed,
         report.largest_rounding
-    ))
+    ));
+    Ok(())
+}
+
+/// The base of a merge is named by a flag, not by a key.
+fn about_base(error: Error) -> Error {
+    let named = |message: String| message.replace("`model.name`", "`--base`");
+    match error {
+        Error::Hub { message, hint } => Error::Hub { message: named(message), hint },
+        Error::Model { path, message, hint } => Error::Model { path, message: named(message), hint },
+        other => other,
+    }
 }
 
 /// The log file as a listener: opened when the run's folder is ready.
@@ -282,12 +338,24 @@ mod tests {
             base: "base".into(),
             ..Summary::default()
         };
-        let config = SftConfig { output_dir: "out put".into(), ..SftConfig::default() };
+        let config = SftConfig { output_dir: "out put".into(), max_steps: Some(10), ..SftConfig::default() };
         let text = next_steps(&config, &["@".into(), "it's.toml".into()], &summary);
         assert!(
             text.contains("merge --base base --adapter 'out put/weights/step_10/lora_adapters'"),
             "{text}"
         );
         assert!(text.contains(r"sft @ 'it'\''s.toml' --ckpt.resume-step -1 --max-steps 20"), "{text}");
+        let epochs = SftConfig { max_steps: None, num_epochs: Some(3), ..config };
+        let text = next_steps(&epochs, &[], &summary);
+        assert!(text.contains("sft --ckpt.resume-step -1 --num-epochs 6\n"), "{text}");
+    }
+
+    #[test]
+    fn errors_are_json_where_lines_are() {
+        let error = Error::io("a.txt", "read", io::Error::other("gone"));
+        let line: serde_json::Value =
+            serde_json::from_str(&describe_error(&error, LineFormat::Json)).unwrap();
+        assert_eq!((&line["message"], &line["causes"][0]), (&"a.txt: cannot read".into(), &"gone".into()));
+        assert_eq!(describe_error(&error, LineFormat::Text), "error: a.txt: cannot read\n  caused by: gone");
     }
 }

@@ -126,12 +126,14 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The run was interrupted and left a checkpoint (or had none to leave).
-    #[error("interrupted after step {step}")]
+    #[error("interrupted {}", if *.step == 0 { "before the first step".into() } else { format!("after step {step}") })]
     Interrupted {
         /// The number of finished updates.
         step: usize,
         /// The checkpoint to resume from, if one was written.
         checkpoint: Option<PathBuf>,
+        /// How to go on.
+        hint: String,
     },
 }
 
@@ -195,14 +197,8 @@ impl Error {
             | Error::Checkpoint { hint, .. }
             | Error::Device { hint, .. }
             | Error::Hub { hint, .. }
-            | Error::Train { hint, .. } => hint.clone(),
-            Error::Interrupted { checkpoint: Some(path), .. } => {
-                format!(
-                    "resume with the same command and `--ckpt.resume-step -1` (newest checkpoint: `{}`)",
-                    path.display()
-                )
-            }
-            Error::Interrupted { checkpoint: None, .. } => "add `--ckpt` to keep checkpoints".to_string(),
+            | Error::Train { hint, .. }
+            | Error::Interrupted { hint, .. } => hint.clone(),
             // Each problem carries its own hint.
             Error::Config(_) | Error::Io { .. } => String::new(),
         };

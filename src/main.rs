@@ -1,13 +1,7 @@
-//! Parse, run, print what went wrong.
+//! Parse, run, say how it ended.
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match embertune::cli::run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            embertune::cli::print_error(&error);
-            ExitCode::from(error.exit_code())
-        }
-    }
+    ExitCode::from(embertune::cli::run())
 }

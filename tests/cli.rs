@@ -31,6 +31,12 @@ fn a_run_leaves_an_adapter_rows_a_log_and_its_configuration() {
         assert!(rows[1][name].as_f64().is_some_and(|v| v > 0.0), "{name} in {}", rows[1]);
     }
     assert!(dir.text("out/logs/trainer.log").contains("Step 1 | "));
+    #[cfg(unix)]
+    for file in ["checkpoints/step_1/trainable.safetensors", "weights/step_1/STABLE"] {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = |path| std::fs::metadata(dir.path(path)).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&format!("out/{file}")), mode("out/metrics.jsonl"), "{file}");
+    }
     let resolved = dir.text("out/configs/sft.toml");
     assert!(resolved.contains("max_steps = 2") && resolved.contains("weight_decay"), "{resolved}");
 }
@@ -480,4 +486,256 @@ fn chat_tokens_that_the_base_never_learned_are_told() {
     dir.sft(&base).succeeds().says(&["warning: ", "never trained on"]);
     let saved = [&base[..], &["--model.lora.modules-to-save", "embed_tokens", "lm_head"]].concat();
     assert!(!told(&saved).stdout.contains("never trained"));
+}
+
+/// Everything below a folder, with its content.
+fn snapshot(dir: &RunDir) -> Vec<(String, Vec<u8>)> {
+    let files = dir.listing();
+    files.lines().map(|path| (path.to_string(), std::fs::read(path).unwrap_or_default())).collect()
+}
+
+#[test]
+fn clean_deletes_only_what_a_run_wrote() {
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    let mine = [
+        "out/notes.md",
+        "out/checkpoints/best/model.bin",
+        "out/checkpoints/step_7/mine.txt",
+        "out/weights/step_1/mine.txt",
+        "out/configs/mine.toml",
+        "out/logs/other.log",
+    ];
+    for file in mine {
+        std::fs::create_dir_all(dir.path(file).parent().unwrap()).unwrap();
+        dir.write(file, "mine");
+    }
+    dir.sft(&["--clean-output-dir", "--max-steps", "1"])
+        .succeeds()
+        .says(&["that no run wrote, such as `mine.toml`", "step_1.old-1"]);
+    for file in mine {
+        let moved = file.replace("step_7", "step_7.old-1").replace("step_1/", "step_1.old-1/");
+        assert_eq!(dir.text(&moved), "mine", "{moved}");
+    }
+    assert!(!dir.path("out/checkpoints/step_2").exists());
+    dir.bytes("out/weights/step_1/STABLE");
+    assert_eq!(dir.rows("out").len(), 1);
+    // What only a run wrote leaves no folder behind.
+    dir.sft(&["--output-dir", "other"]).succeeds();
+    dir.sft(&["--output-dir", "other", "--clean-output-dir", "--ckpt", "None", "--model.lora", "None"])
+        .succeeds();
+    assert!(!dir.path("other/checkpoints").exists() && !dir.path("other/weights").exists());
+    dir.sft(&["--output-dir", ""]).fails(2).says(&["`output_dir` is empty"]);
+}
+
+#[test]
+fn clean_spares_the_inputs_of_the_run() {
+    let dir = RunDir::new();
+    dir.sft(&["--model.lora", "None"]).succeeds();
+    let before = snapshot(&dir);
+    let model = ["--model.name", "out/weights/step_2", "--clean-output-dir"];
+    dir.sft(&model).fails(1).says(&["`model.name`", "out/weights/step_2"]);
+    let tokenizer = ["--tokenizer.name", "./out/checkpoints/../weights/step_1", "--clean-output-dir"];
+    dir.sft(&tokenizer).fails(1).says(&["`tokenizer.name`", "out/weights/step_1"]);
+    assert!(before == snapshot(&dir), "nothing changed");
+}
+
+#[cfg(unix)]
+#[test]
+fn one_run_writes_to_a_folder_at_a_time() {
+    use std::io::{BufRead, BufReader};
+
+    let dir = RunDir::new();
+    let long = ["--max-steps", "1000000", "--ckpt.interval", "1000000"];
+    let mut first = dir.spawn(&long);
+    let mut lines = BufReader::new(first.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("Step 1 |") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "the run ended early");
+    }
+    for second in [&["--max-steps", "1"][..], &["--clean-output-dir"], &["--ckpt.resume-step", "-1"]] {
+        dir.sft(second).fails(1).says(&["another run is writing here", "hint: "]);
+    }
+    let shared = ["--output-dir", "elsewhere", "--ckpt.output-dir", "out"];
+    dir.sft(&shared).fails(1).says(&["another run is writing here"]);
+    // A dry run writes beside what the run goes by.
+    let config = dir.bytes("out/configs/sft.toml");
+    dir.sft(&["--dry-run"]).succeeds().says(&["out/configs/sft.dry-run.toml"]);
+    assert!(config == dir.bytes("out/configs/sft.toml"));
+    // A kill lets go of the lock.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    dir.sft(&[]).succeeds();
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_in_setup_changes_nothing() {
+    use std::io::{BufRead, BufReader, Read};
+
+    let dir = RunDir::new();
+    // Setup takes a while: reading many rows.
+    let row = dir.text("run.toml").lines().filter(|l| l.starts_with("name")).nth(1).unwrap().to_string();
+    let rows = std::fs::read_to_string(row.trim_start_matches("name = ").trim_matches('"')).unwrap();
+    let rows = rows.trim_end().to_string() + "\n";
+    dir.write("many.jsonl", &rows.repeat(200_000 / rows.lines().count()));
+    let mut child = dir.spawn(&["--data.name", "many.jsonl", "--log.json-logging"]);
+    let mut lines = BufReader::new(child.stderr.take().unwrap());
+    let mut text = String::new();
+    while !text.contains("reading rows") {
+        assert!(lines.read_line(&mut text).unwrap() > 0, "the run ended early: {text}");
+    }
+    let pid = child.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    lines.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{text}");
+    assert!(text.contains("stopping: ") && text.contains("nothing was changed in `out`"), "{text}");
+    for line in text.lines() {
+        assert!(serde_json::from_str::<serde_json::Value>(line).is_ok(), "{line}");
+    }
+    assert!(!dir.path("out").exists());
+}
+
+#[test]
+fn a_foreign_step_folder_is_set_aside() {
+    let dir = RunDir::new();
+    for file in ["out/checkpoints/step_2/mine.txt", "out/weights/step_1/mine.txt"] {
+        std::fs::create_dir_all(dir.path(file).parent().unwrap()).unwrap();
+        dir.write(file, "mine");
+    }
+    dir.sft(&[]).succeeds().says(&["step_2.old-1", "step_1.old-1", "it is no save"]);
+    assert_eq!(dir.text("out/checkpoints/step_2.old-1/mine.txt"), "mine");
+    assert_eq!(dir.text("out/weights/step_1.old-1/mine.txt"), "mine");
+    dir.bytes("out/checkpoints/step_2/STABLE");
+}
+
+#[test]
+fn skip_progress_alone_trains_at_a_rate() {
+    let dir = RunDir::new();
+    let cosine = ["--scheduler.type", "cosine", "--scheduler.warmup-steps", "1", "--max-steps", "3"];
+    dir.sft(&cosine).succeeds();
+    let rates = |dir: &RunDir| -> Vec<f64> {
+        dir.rows("out").iter().map(|r| r["optim/lr"].as_f64().unwrap()).collect()
+    };
+    let before = rates(&dir);
+    dir.sft(&[&cosine[..], &["--ckpt.resume-step", "-1", "--ckpt.skip-progress"]].concat())
+        .succeeds()
+        .says(&["the schedule starts anew"]);
+    assert_eq!(before, rates(&dir));
+}
+
+#[test]
+fn epochs_are_told_like_steps() {
+    let dir = RunDir::new();
+    let cosine = ["--scheduler.type", "cosine", "--scheduler.warmup-steps", "0", "--max-steps", "None"];
+    let ran = dir.sft(&[&cosine[..], &["--num-epochs", "1"]].concat()).succeeds();
+    ran.says(&["--ckpt.resume-step -1 --num-epochs 2"]);
+    let done = dir.rows("out").len();
+    let resume = ["--ckpt.resume-step", "-1"];
+    dir.sft(&[&cosine[..], &["--num-epochs", "1"], &resume].concat())
+        .succeeds()
+        .says(&["nothing to do: ", &format!("ends at step {done}")]);
+    dir.sft(&[&cosine[..], &["--num-epochs", "2"], &resume].concat())
+        .succeeds()
+        .says(&["warning: `num_epochs`: the checkpoint has 1, the run 2"]);
+    // The rule is the configuration's, whoever finds it broken.
+    let long =
+        ["--scheduler.type", "linear", "--scheduler.decay-steps", "0", "--scheduler.warmup-steps", "5000"];
+    let epochs = ["--max-steps", "None", "--num-epochs", "1", "--output-dir", "long"];
+    dir.sft(&[&long[..], &epochs].concat()).fails(2).says(&["warmup_steps", "steps per epoch"]);
+    assert!(!dir.path("long").exists());
+}
+
+#[test]
+fn nothing_to_do_is_said_and_is_no_error() {
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    let resume = ["--ckpt.resume-step", "-1"];
+    dir.sft(&resume).succeeds().says(&["nothing to do: 2 steps are done"]);
+    dir.sft(&[&resume[..], &["--max-steps", "1"]].concat())
+        .succeeds()
+        .says(&["nothing to do: 2 steps are done"]);
+    assert_eq!(dir.rows("out").len(), 2);
+}
+
+#[test]
+fn the_command_that_goes_on_goes_on() {
+    let dir = RunDir::new();
+    let run = dir.text("run.toml");
+    dir.write("run.toml", &format!("clean_output_dir = true\n{run}"));
+    let ran = dir.sft(&["--clean-output-dir=true", "--max-steps", "1"]).succeeds();
+    let line = ran.stdout.lines().find(|l| l.contains("--ckpt.resume-step")).expect("the command is printed");
+    let args: Vec<&str> = line.split_whitespace().skip(1).collect();
+    dir.run(&args).succeeds().says(&["Resuming after step 1", "Step 2 |"]);
+}
+
+#[test]
+fn rows_that_are_cut_are_kept() {
+    let dir = RunDir::new();
+    dir.sft(&["--max-steps", "4"]).succeeds();
+    let before = dir.bytes("out/metrics.jsonl");
+    dir.sft(&["--max-steps", "4", "--ckpt.resume-step", "2"]).succeeds().says(&["metrics.jsonl.old-1"]);
+    assert!(before == dir.bytes("out/metrics.jsonl.old-1"));
+    dir.sft(&["--max-steps", "5", "--ckpt.resume-step", "4"]).succeeds();
+    assert!(!dir.path("out/metrics.jsonl.old-2").exists(), "no row was cut");
+}
+
+#[test]
+fn weights_of_a_cut_off_save_do_not_pile_up() {
+    let dir = RunDir::new();
+    let resume = ["--ckpt.resume-step", "-1"];
+    for _ in 0..3 {
+        dir.sft(&resume).succeeds();
+        // As a kill leaves it between weights and checkpoint.
+        std::fs::remove_dir_all(dir.path("out/checkpoints/step_2")).unwrap();
+    }
+    dir.bytes("out/weights/step_2.old-1/STABLE");
+    assert!(!dir.path("out/weights/step_2.old-2").exists(), "{}", dir.listing());
+    // Weights alone are no run to resume.
+    std::fs::remove_dir_all(dir.path("out/checkpoints")).unwrap();
+    let ran = dir.sft(&[]).fails(1).says(&["another run has saved here", "--clean-output-dir"]);
+    assert!(!ran.stderr.contains("--ckpt.resume-step"), "{}", ran.all());
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_told_early() {
+    let dir = RunDir::new();
+    dir.write("file", "");
+    dir.sft(&["--output-dir", "file"]).fails(1).says(&["`output_dir`", "is a file"]);
+    dir.sft(&["--ckpt.output-dir", "file/in"]).fails(1).says(&["`ckpt.output_dir`", "is a file"]);
+    assert!(!dir.path("out").exists());
+}
+
+#[test]
+fn the_log_ends_with_how_the_run_ended() {
+    let dir = RunDir::new();
+    let ran = dir.sft(&["--optim.lr", "1e30", "--optim.max-norm", "None", "--max-steps", "30"]).fails(1);
+    ran.says(&["not finite", "--ckpt.resume-step "]);
+    let log = dir.text("out/logs/trainer.log");
+    assert!(
+        log.contains("error: step ") && log.trim_end().lines().last().unwrap().starts_with("hint: "),
+        "{log}"
+    );
+    let ran = dir.sft(&["--log.json-logging", "--data.name", "gone.jsonl"]);
+    let last: serde_json::Value = serde_json::from_str(ran.stderr.lines().last().unwrap()).unwrap();
+    assert_eq!(last["level"], "ERROR");
+}
+
+#[test]
+fn merge_takes_names_and_a_runs_weights() {
+    let dir = RunDir::new();
+    let small = ["--max-steps", "1", "--val", "None", "--scheduler.type", "constant", "--device", "flex"];
+    let ran = dir.run(&[&["sft", "--output-dir", "out"], &small[..]].concat()).succeeds();
+    let line = ran.stdout.lines().find(|l| l.contains("embertune merge")).unwrap();
+    let args: Vec<&str> = line.split_whitespace().skip(1).collect();
+    let printed = dir.run(&args).succeeds();
+    assert!(!printed.stderr.contains("was made for"), "{}", printed.all());
+    let named = ["merge", "--base", "embertune/tiny", "--adapter", "out/weights/step_1", "--out"];
+    let ran = dir.run(&[&named[..], &["named"]].concat()).succeeds();
+    assert!(!ran.stderr.contains("was made for"), "{}", ran.all());
+    assert!(dir.bytes("named/model.safetensors") == dir.bytes("out/merged/model.safetensors"));
+    dir.run(&[&named[..], &["named"]].concat()).fails(1).says(&["`--out` is there already", "named"]);
+    let unknown = ["merge", "--base", "no-such", "--adapter", "out/weights/step_1", "--out", "x"];
+    dir.run(&unknown).fails(1).says(&["`--base`", "no-such"]);
 }

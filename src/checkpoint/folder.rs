@@ -51,7 +51,9 @@ pub fn write(parent: &Path, step: usize, fill: impl FnOnce(&Path) -> Result<()>)
     let mut files = BTreeMap::new();
     for name in list(&temporary)? {
         let path = temporary.join(&name);
+        share(&path, &temporary)?;
         sync(&path)?;
+        path.ancestors().skip(1).take_while(|p| *p != temporary).try_for_each(sync)?;
         files.insert(name, seal(&path)?);
     }
     let text = serde_json::to_string_pretty(&Stable { files }).expect("names and numbers are JSON");
@@ -106,8 +108,7 @@ fn read_stable(folder: &Path) -> Result<Stable> {
 pub fn steps(parent: &Path) -> Result<Vec<usize>> {
     let mut steps = Vec::new();
     for (name, path) in entries(parent)? {
-        let step = name.strip_prefix("step_").and_then(|n| n.parse().ok());
-        if let Some(step) = step
+        if let Some(step) = step_of(&name)
             && path.join(STABLE).exists()
         {
             steps.push(step);
@@ -117,11 +118,80 @@ pub fn steps(parent: &Path) -> Result<Vec<usize>> {
     Ok(steps)
 }
 
+/// Everything called `step_N`, whole or not, ascending.
+pub(super) fn named(parent: &Path) -> Result<Vec<usize>> {
+    let mut steps: Vec<_> = entries(parent)?.iter().filter_map(|(name, _)| step_of(name)).collect();
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// N of `step_N`, as it is written here (no sign, no leading zero).
+fn step_of(name: &str) -> Option<usize> {
+    let step = name.strip_prefix("step_")?.parse().ok()?;
+    (name == format!("step_{step}")).then_some(step)
+}
+
+/// Whether `name` is `BASE.old-K`.
+pub(super) fn is_old(name: &str, base: &str) -> bool {
+    let number = name.strip_prefix(base).and_then(|rest| rest.strip_prefix(".old-"));
+    number.is_some_and(|k| k.parse::<u64>().is_ok())
+}
+
+/// Whether `name` is what an interrupted save or deletion leaves behind.
+fn is_partial(name: &str) -> bool {
+    let rest = name.strip_prefix(".step_").and_then(|rest| rest.split_once('.'));
+    let Some((step, process)) = rest else { return false };
+    let process = process.strip_prefix("partial-").or(process.strip_prefix("removed-"));
+    step.parse::<usize>().is_ok() && process.is_some_and(|id| id.parse::<u32>().is_ok())
+}
+
+/// Whether a run of ours wrote this entry of `checkpoints/` or `weights/` and all that is in it: a partial folder,
+/// or `step_N` (also set aside) that holds what its `STABLE` lists and nothing more.
+pub(super) fn is_own(name: &str, path: &Path) -> bool {
+    if !is_folder(path) {
+        return false;
+    }
+    let step = name.split_once(".old-").map_or(name, |(step, _)| step);
+    let is_step = step_of(step).is_some() && (name == step || is_old(name, step));
+    let only_listed = || {
+        let (Ok(stable), Ok(files)) = (read_stable(path), list(path)) else { return false };
+        files.iter().all(|file| file == STABLE || stable.files.contains_key(file))
+    };
+    is_partial(name) || is_step && only_listed()
+}
+
+/// A folder itself, not a link to one.
+fn is_folder(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|data| data.is_dir())
+}
+
+/// Renames a `step_N` that isn't whole, or isn't ours, out of the way of a save; where to.
+pub fn make_way(parent: &Path, step: usize) -> Result<Option<PathBuf>> {
+    let path = parent.join(format!("step_{step}"));
+    if fs::symlink_metadata(&path).is_err() || path.join(STABLE).exists() {
+        return Ok(None);
+    }
+    set_aside(&path).map(Some)
+}
+
+/// A whole folder set aside earlier that holds the same as `path`, byte for byte.
+pub(super) fn same_set_aside(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_string_lossy().into_owned();
+    let stable = fs::read(path.join(STABLE)).ok()?;
+    let mut others = entries(path.parent()?).ok()?.into_iter().filter(|(other, _)| is_old(other, &name));
+    let same = |other: &Path| {
+        fs::read(other.join(STABLE)).is_ok_and(|s| s == stable)
+            && is_own(&name, path)
+            && verify(other).is_ok()
+    };
+    others.find(|(_, other)| same(other)).map(|(_, other)| other)
+}
+
 /// Deletes what an interrupted save or deletion left behind; returns how many folders.
 pub fn remove_partial(parent: &Path) -> Result<usize> {
     let mut removed = 0;
     for (name, path) in entries(parent)? {
-        if name.starts_with(".step_") && path.is_dir() {
+        if is_partial(&name) && is_folder(&path) {
             remove(&path)?;
             removed += 1;
         }
@@ -152,16 +222,35 @@ pub fn prune(parent: &Path, keep_last: Option<usize>, keep_interval: Option<usiz
 
 /// Renames a file or folder to the first free `NAME.old-K`, so that its name can be used again.
 pub fn set_aside(path: &Path) -> Result<PathBuf> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let free = (1..).map(|k| path.with_file_name(format!("{name}.old-{k}"))).find(|p| !p.exists());
-    let free = free.expect("some number is free");
+    let free = free_name(path);
     fs::rename(path, &free).map_err(|e| Error::io(path, "rename", e))?;
     Ok(free)
+}
+
+/// The first free `NAME.old-K`.
+pub fn free_name(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut names = (1..).map(|k| path.with_file_name(format!("{name}.old-{k}")));
+    names.find(|p| fs::symlink_metadata(p).is_err()).expect("some number is free")
 }
 
 /// Deletes a folder with all it holds.
 pub fn remove(folder: &Path) -> Result<()> {
     fs::remove_dir_all(folder).map_err(|e| Error::io(folder, "delete", e))
+}
+
+/// Gives a file the readers that its folder has: some writers make files that only the owner can read.
+fn share(path: &Path, folder: &Path) -> Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let of_folder = fs::metadata(folder).map_err(|e| Error::io(folder, "read", e))?.permissions().mode();
+        let mode = fs::Permissions::from_mode(of_folder & 0o666);
+        fs::set_permissions(path, mode).map_err(|e| Error::io(path, "write", e))?;
+    }
+    #[cfg(not(unix))]
+    let _ = (path, folder);
+    Ok(())
 }
 
 /// Flushes a file or folder to the disk.
@@ -173,7 +262,8 @@ fn sync(path: &Path) -> Result<()> {
     file.sync_all().map_err(|e| Error::io(path, "sync", e))
 }
 
-fn entries(parent: &Path) -> Result<Vec<(String, PathBuf)>> {
+/// Names and paths of what is in a folder, sorted; of none if it isn't there.
+pub(super) fn entries(parent: &Path) -> Result<Vec<(String, PathBuf)>> {
     let entries = match fs::read_dir(parent) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -192,9 +282,8 @@ fn entries(parent: &Path) -> Result<Vec<(String, PathBuf)>> {
 fn list(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for (name, path) in entries(folder)? {
-        if path.is_dir() {
+        if is_folder(&path) {
             files.extend(list(&path)?.into_iter().map(|inner| format!("{name}/{inner}")));
-            sync(&path)?;
         } else {
             files.push(name);
         }
@@ -273,6 +362,54 @@ mod tests {
         assert!(aside.ends_with("step_1.old-1"));
         assert!(steps(parent.path()).unwrap().is_empty());
         assert!(set_aside(&save(parent.path(), 1)).unwrap().ends_with("step_1.old-2"));
+    }
+
+    #[test]
+    fn only_what_a_run_wrote_is_its_own() {
+        let parent = tempfile::tempdir().unwrap();
+        let own = |name: &str| is_own(name, &parent.path().join(name));
+        let whole = save(parent.path(), 3);
+        assert!(own("step_3"));
+        fs::write(whole.join("inner/notes.txt"), "mine").unwrap();
+        assert!(!own("step_3"), "it holds another's file");
+        fs::remove_file(whole.join("inner/notes.txt")).unwrap();
+        set_aside(&whole).unwrap();
+        assert!(own("step_3.old-1"));
+        for name in ["step_4", "step_best", ".step_5.partial-77", ".step_x.partial-1", ".step_notes", "data"]
+        {
+            fs::create_dir(parent.path().join(name)).unwrap();
+            assert_eq!(own(name), name == ".step_5.partial-77", "{name}");
+        }
+        assert_eq!(remove_partial(parent.path()).unwrap(), 1);
+        let stable = fs::read(parent.path().join("step_3.old-1/STABLE")).unwrap();
+        for name in ["step_best", "step_03"] {
+            fs::create_dir_all(parent.path().join(name)).unwrap();
+            fs::write(parent.path().join(name).join(STABLE), &stable).unwrap();
+            assert!(!own(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_no_save_makes_way() {
+        let parent = tempfile::tempdir().unwrap();
+        assert_eq!(make_way(parent.path(), 1).unwrap(), None);
+        save(parent.path(), 1);
+        assert_eq!(make_way(parent.path(), 1).unwrap(), None);
+        fs::create_dir(parent.path().join("step_2")).unwrap();
+        fs::write(parent.path().join("step_2/mine.txt"), "mine").unwrap();
+        let aside = make_way(parent.path(), 2).unwrap().unwrap();
+        assert_eq!(fs::read_to_string(aside.join("mine.txt")).unwrap(), "mine");
+        save(parent.path(), 2);
+    }
+
+    #[test]
+    fn a_copy_of_what_was_set_aside_is_found() {
+        let parent = tempfile::tempdir().unwrap();
+        let aside = set_aside(&save(parent.path(), 1)).unwrap();
+        let again = save(parent.path(), 1);
+        assert_eq!(same_set_aside(&again), Some(aside.clone()));
+        fs::write(aside.join("a.txt"), "step 9").unwrap();
+        assert_eq!(same_set_aside(&again), None, "the older one is broken");
     }
 
     #[test]

@@ -359,9 +359,12 @@ pub(super) fn other_base(adapter: &AdapterConfig, base: &Path) -> Option<String>
     // A hub cache holds `models--Qwen--Qwen3-0.6B/snapshots/HASH`.
     let known = whole.iter().any(|part| {
         let part = part.to_string_lossy();
-        part == last || part.ends_with(&format!("--{last}"))
+        // The cache of what is compiled in: `embertune--tiny-HASH`.
+        let unhashed = part.rsplit_once('-').map_or("", |(name, _)| name);
+        part == last || [&*part, unhashed].iter().any(|part| part.ends_with(&format!("--{last}")))
     });
-    (!known).then(|| {
+    let same = std::fs::canonicalize(named).is_ok_and(|named| named == whole);
+    (!known && !same).then(|| {
         format!("the adapter was made for `{named}`; the shapes fit `{}`, the values may not", base.display())
     })
 }

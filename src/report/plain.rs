@@ -127,7 +127,8 @@ impl<W: Write> Report for Plain<W> {
             (Some(first), Some(last)) => format!(", loss {first:.4} -> {last:.4}"),
             _ => String::new(),
         };
-        self.line(&format!("Done: {} steps in {:.1}s{loss}", summary.steps, summary.seconds));
+        let s = if summary.steps == 1 { "" } else { "s" };
+        self.line(&format!("Done: {} step{s} in {:.1}s{loss}", summary.steps, summary.seconds));
         if let (Some(first), Some(last)) = (summary.first_val_loss, summary.last_val_loss) {
             self.line(&format!("Held-out loss {first:.4} -> {last:.4}"));
         }

@@ -39,6 +39,7 @@ pub struct Checked {
 /// # Errors
 /// What would keep the run from starting.
 pub fn check(config: &SftConfig) -> Result<Checked> {
+    setup::check_folders(config)?;
     let plan = Plan::new(config, 1)?;
     let mut warnings = Warnings::default();
     let selected = setup::device(config, &plan, &mut warnings)?;

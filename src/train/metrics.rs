@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::checkpoint::folder;
 use crate::data::Batch;
 use crate::{Error, Result};
 
@@ -87,21 +88,27 @@ pub fn peak_process_bytes() -> Option<u64> {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
+    /// Where rows that were cut can still be read.
+    pub old: Option<PathBuf>,
 }
 
 impl MetricsFile {
     /// Opens the file to go on after `step`: later rows, of a run that went on and was lost, are
-    /// cut, and a row that was cut off by a kill.
+    /// cut (the file as it was stays as `metrics.jsonl.old-K`), and a row that was cut off by a kill.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
         let old = match fs::read_to_string(path) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
             Err(e) => return Err(Error::io(path, "read", e)),
         };
-        let stays = |line: &&str| {
-            let row = serde_json::from_str::<Value>(line).ok();
-            row.and_then(|row| row["step"].as_u64()).is_some_and(|s| s as usize <= step)
-        };
+        let step_of = |line: &str| serde_json::from_str::<Value>(line).ok()?["step"].as_u64();
+        let stays = |line: &&str| step_of(line).is_some_and(|s| s as usize <= step);
+        let mut copy = None;
+        if old.lines().any(|line| step_of(line).is_some_and(|s| s as usize > step)) {
+            let free = folder::free_name(path);
+            fs::write(&free, &old).map_err(|e| Error::io(&free, "write", e))?;
+            copy = Some(free);
+        }
         let kept: String = old.lines().filter(stays).flat_map(|line| [line, "\n"]).collect();
         if kept != old {
             let temporary = path.with_extension("jsonl.partial");
@@ -109,7 +116,8 @@ impl MetricsFile {
             fs::rename(&temporary, path).map_err(|e| Error::io(path, "rename", e))?;
         }
         let file = OpenOptions::new().create(true).append(true).open(path);
-        Ok(Self { path: path.into(), file: file.map_err(|e| Error::io(path, "write", e))? })
+        let file = file.map_err(|e| Error::io(path, "write", e))?;
+        Ok(Self { path: path.into(), file, old: copy })
     }
 
     /// Appends a row.
@@ -183,7 +191,11 @@ mod tests {
         }
         // A kill in the middle of a row.
         fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"step\": 2, \"lo").unwrap();
-        MetricsFile::open(&path, 2).unwrap().append(&json!({ "step": 3, "new": true })).unwrap();
+        let whole = fs::read_to_string(&path).unwrap();
+        let mut file = MetricsFile::open(&path, 2).unwrap();
+        file.append(&json!({ "step": 3, "new": true })).unwrap();
+        assert_eq!(fs::read_to_string(file.old.unwrap()).unwrap(), whole, "cut rows can still be read");
+        assert_eq!(MetricsFile::open(&path, 3).unwrap().old, None, "nothing was cut");
         let rows = fs::read_to_string(&path).unwrap();
         assert_eq!(rows, "{\"step\":1}\n{\"step\":2}\n{\"step\":3,\"new\":true}\n");
     }

@@ -24,8 +24,7 @@ pub(super) struct Keys {
 }
 
 /// Sections whose keys say nothing about the numbers that come out.
-const NEUTRAL: [&str; 8] =
-    ["ckpt", "log", "val", "num_epochs", "output_dir", "clean_output_dir", "dry_run", "device"];
+const NEUTRAL: [&str; 7] = ["ckpt", "log", "val", "output_dir", "clean_output_dir", "dry_run", "device"];
 /// LoRA keys that may change from one process to the next.
 const LORA_SETTINGS: [&str; 2] = ["model.lora.dropout", "model.lora.init_lora_weights"];
 
@@ -50,6 +49,7 @@ pub(super) fn keys(config: &SftConfig, base: &Path) -> Result<Keys> {
     {
         // Only the decay depends on where the run ends.
         keys.settings.remove("max_steps");
+        keys.settings.remove("num_epochs");
     }
     keys.fixed.insert("model.name".into(), fingerprint(base)?);
     Ok(keys)
@@ -108,6 +108,8 @@ pub(super) struct Begun {
     pub schedule_step: usize,
     /// Keys that are other than in the checkpoint, and may be.
     pub changes: Vec<String>,
+    /// The schedule starts anew because the steps do.
+    pub schedule_restarts: bool,
 }
 
 /// Puts a checkpoint into model, optimizer and loader, as far as the `ckpt.skip_*` keys leave them.
@@ -143,7 +145,9 @@ pub(super) fn resume(
     }
     Ok(Begun {
         progress: if ckpt.skip_progress { Progress::default() } else { state.progress },
-        schedule_step: if ckpt.skip_scheduler { 0 } else { state.schedule_step },
+        // Counted from 0, the run has as many steps again: the old place on the schedule would be past its end.
+        schedule_step: if ckpt.skip_scheduler || ckpt.skip_progress { 0 } else { state.schedule_step },
+        schedule_restarts: ckpt.skip_progress && !ckpt.skip_scheduler,
         changes: changes(&state.settings, &keys.settings),
     })
 }

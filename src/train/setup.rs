@@ -9,13 +9,15 @@ use super::metrics::{FlopCounts, peak_flops};
 use super::optim::Optimizer;
 use super::resume::Begun;
 use super::schedule::Schedule;
+use super::sft::StopFlag;
 use super::step::StepOptions;
 use crate::config::{DataConfig, Plan, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
+use crate::error::Problem;
 use crate::model::{Decoder, HfConfig, LoraSpec, untrained_tokens};
 use crate::report::{Event, Report, RunInfo};
-use crate::{Result, hub};
+use crate::{Error, Result, hub};
 
 /// The device, with a warning where it will disappoint.
 pub(super) fn device(config: &SftConfig, plan: &Plan, report: &mut dyn Report) -> Result<Selected> {
@@ -164,13 +166,14 @@ pub(super) fn describe_data(loader: &Loader) -> String {
         return "Data: made-up tokens".into();
     }
     format!(
-        "Data: {} of {} rows ({}), {} tokens, {} trained; {} packed rows an epoch, {:.0} % full",
+        "Data: {} of {} rows ({}), {} tokens, {} trained; {} packed row{} an epoch, {:.0} % full",
         report.documents,
         report.rows,
         report.formats(),
         report.tokens,
         report.trained,
         report.packed_rows,
+        if report.packed_rows == 1 { "" } else { "s" },
         100.0 * report.fill
     )
 }
@@ -185,9 +188,82 @@ pub(super) fn step_options(config: &SftConfig) -> StepOptions {
 }
 
 /// The schedule goes from the step where it began to the end of the run.
+///
+/// # Errors
+/// It doesn't fit: the rule of the configuration, held against the steps that the data turned out to give.
 pub(super) fn schedule(config: &SftConfig, begun: &Begun, max_steps: usize) -> Result<Schedule> {
     let began_at = begun.progress.step.saturating_sub(begun.schedule_step);
-    Schedule::new(&config.scheduler, config.optim.lr, Some(max_steps.saturating_sub(began_at)))
+    let steps = max_steps.saturating_sub(began_at);
+    if begun.progress.step < max_steps {
+        let alone = SftConfig { ckpt: None, ..config.clone() };
+        match config.num_epochs {
+            None => drop(Plan::new(&SftConfig { max_steps: Some(steps), ..alone }, 1)?),
+            Some(_) => {
+                let once = SftConfig { num_epochs: Some(1), max_steps: None, ..alone };
+                Plan::new(&once, 1)?.total_steps(Some(steps))?;
+            }
+        }
+    }
+    Ok(Schedule::new(&config.scheduler, config.optim.lr, Some(steps)))
+}
+
+/// Refuses empty names of folders.
+///
+/// # Errors
+/// The key that is empty.
+pub(super) fn check_folders(config: &SftConfig) -> Result<()> {
+    let saves = config.ckpt.as_ref().and_then(|ckpt| ckpt.output_dir.as_ref());
+    let folders = [("output_dir", Some(&config.output_dir)), ("ckpt.output_dir", saves)];
+    let empty = folders.into_iter().filter(|(_, path)| path.is_some_and(|p| p.as_os_str().is_empty()));
+    let problem = |(key, _)| Problem {
+        place: String::new(),
+        message: format!("`{key}` is empty, wanted a folder"),
+        hint: format!("`{key} = \".\"` is the folder that the program runs in"),
+    };
+    let problems: Vec<Problem> = empty.map(problem).collect();
+    if problems.is_empty() { Ok(()) } else { Err(Error::Config(problems)) }
+}
+
+/// The answer to Ctrl-C before the run has changed anything.
+///
+/// # Errors
+/// [`Error::Interrupted`], if `stop` is set.
+pub(super) fn go_on(config: &SftConfig, stop: &StopFlag) -> Result<()> {
+    if !stop.is_set() {
+        return Ok(());
+    }
+    let hint = format!("nothing was changed in `{}`", config.output_dir.display());
+    Err(Error::Interrupted { step: 0, checkpoint: None, hint })
+}
+
+/// How to go on after an interruption.
+pub(super) fn how_to_go_on(config: &SftConfig, step: usize, checkpoint: Option<&Path>) -> String {
+    let clean = if config.clean_output_dir { " `--no-clean-output-dir`" } else { "" };
+    match (checkpoint, &config.ckpt) {
+        (Some(path), _) => {
+            let path = path.display();
+            format!(
+                "go on with the same command and `--ckpt.resume-step -1`{clean} (newest checkpoint: `{path}`)"
+            )
+        }
+        (None, _) if step == 0 => "no step was done: start again with the same command".into(),
+        (None, Some(_)) => "`ckpt.weights_only` keeps nothing to go on from".into(),
+        (None, None) => "add `--ckpt` to keep checkpoints".into(),
+    }
+}
+
+/// Why a run has no step to do, if it has none.
+pub(super) fn nothing_to_do(done: usize, max_steps: usize) -> Option<String> {
+    match (done, max_steps) {
+        (0, 0) => Some(
+            "nothing to do: the data are at their end (`--ckpt.skip-dataloader` starts them anew)".into(),
+        ),
+        _ if done >= max_steps => {
+            let steps = if done == 1 { "1 step is" } else { &format!("{done} steps are") };
+            Some(format!("nothing to do: {steps} done, and the run ends at step {max_steps}"))
+        }
+        _ => None,
+    }
 }
 
 /// Each document of the batches as text, what is trained between ⟦ and ⟧.

@@ -11,6 +11,7 @@
 //! # }
 //! ```
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -20,9 +21,9 @@ use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
 use super::resume::{self, Begun};
 use super::schedule::Schedule;
-use super::setup;
+use super::setup::{self, go_on};
 use super::step::{StepOptions, forward_backward};
-use crate::checkpoint::{Named, Progress, RunFolder, Start, State, folder};
+use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
 use crate::data::Batch;
 use crate::export::{self, AdapterMeta};
@@ -59,6 +60,7 @@ impl SftLearner {
     /// # Errors
     /// Every rule of the configuration that doesn't hold.
     pub fn new(config: SftConfig) -> Result<Self> {
+        setup::check_folders(&config)?;
         let plan = Plan::new(&config, 1)?;
         Ok(Self { config, plan })
     }
@@ -71,17 +73,18 @@ impl SftLearner {
         self.fit_with(report, &StopFlag::default())
     }
 
-    /// Trains to the end, or until `stop` is set: then the step at hand is finished and saved.
+    /// Trains to the end, or until `stop` is set: then the step at hand is finished and saved (or, before the
+    /// first one, nothing is changed).
     ///
     /// # Errors
     /// As [`SftLearner::fit`], and [`Error::Interrupted`] when it was stopped.
     pub fn fit_with(&self, report: &mut dyn Report, stop: &StopFlag) -> Result<Summary> {
         if self.config.dry_run {
-            let path = RunFolder::new(&self.config).write_config(&self.config.to_toml())?;
+            let path = RunFolder::new(&self.config).write_dry_run(&self.config.to_toml())?;
             report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
             return Ok(Summary::default());
         }
-        let mut run = Run::set_up(&self.config, &self.plan, report)?;
+        let mut run = Run::set_up(&self.config, &self.plan, report, stop)?;
         run.train(report, stop)?;
         run.finish(report)
     }
@@ -91,6 +94,8 @@ impl SftLearner {
 struct Run<'a> {
     config: &'a SftConfig,
     folder: RunFolder,
+    /// No other run writes to the folder while this one lives.
+    _locks: Locks,
     model: Decoder,
     data: setup::Data,
     optimizer: Optimizer,
@@ -109,19 +114,24 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     /// Everything before the first step. What a user can get wrong fails here, before anything in
     /// the run's folder is touched.
-    fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report) -> Result<Self> {
+    fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report, stop: &StopFlag) -> Result<Self> {
         let started = Instant::now();
         let folder = RunFolder::new(config);
+        folder.check_writable()?;
+        let mut locks = Locks::of_existing(&folder)?;
         let start = folder.start(config)?;
 
         // ---- device, model, adapters, data, optimizer ----
         let selected = setup::device(config, plan, report)?;
+        go_on(config, stop)?;
         let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
+        go_on(config, stop)?;
         let mut data = setup::data(config, &base, model.config(), report)?;
         details.push(setup::describe_data(&data.loader));
         let mut optimizer = setup::optimizer(config, &model);
 
         // ---- what an earlier process left ----
+        go_on(config, stop)?;
         let keys = resume::keys(config, &base)?;
         let begun = match &start {
             Start::Fresh => Begun::default(),
@@ -133,19 +143,35 @@ impl<'a> Run<'a> {
         let schedule = setup::schedule(config, &begun, max_steps)?;
 
         // ---- the run's folder ----
+        go_on(config, stop)?;
+        locks.add_all(&folder)?;
+        if folder.start(config)? != start {
+            let hint = "start again";
+            return Err(Error::checkpoint(&folder.root, "another run has saved here in the meantime", hint));
+        }
         folder.make_ready(config, &start, &mut |note| report.event(&Event::Note(note)))?;
         folder.write_config(&config.to_toml())?;
         let metrics = MetricsFile::open(&folder.metrics(), begun.progress.step)?;
+        if let Some(old) = &metrics.old {
+            report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));
+        }
 
         report.start(&setup::info(config, &selected, &model, details, (begun.progress.step, max_steps)));
         begun.changes.iter().for_each(|change| report.event(&Event::Warning(change.clone())));
+        if begun.schedule_restarts {
+            report
+                .event(&Event::Note("`ckpt.skip_progress`: the schedule starts anew with the steps".into()));
+        }
+        if let Some(why) = setup::nothing_to_do(begun.progress.step, max_steps) {
+            report.event(&Event::Note(why));
+        }
         let speed = setup::Speed::new(&selected, &model);
         let options = setup::step_options(config);
         let summary = Summary { base, steps: begun.progress.step, ..Summary::default() };
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            config, folder, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            config, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
             progress, metrics, summary, started,
         };
         Ok(run)
@@ -153,6 +179,9 @@ impl<'a> Run<'a> {
 
     /// The loop.
     fn train(&mut self, report: &mut dyn Report, stop: &StopFlag) -> Result<()> {
+        if stop.is_set() {
+            return self.interrupted(report);
+        }
         if self.progress.step == 0 && self.config.val.as_ref().is_some_and(|v| v.eval_on_start) {
             let loss = self.validate(report)?;
             self.metrics.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
@@ -174,7 +203,7 @@ impl<'a> Run<'a> {
             let clock = Instant::now();
             let step = self.progress.step + 1;
             let sums =
-                forward_backward(&self.model, &batches, &self.options).map_err(|e| at_step(step, e))?;
+                forward_backward(&self.model, &batches, &self.options).map_err(|e| self.at_step(step, e))?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----
@@ -183,7 +212,7 @@ impl<'a> Run<'a> {
             let trained_tokens = sums.trained_tokens;
             let update = sums
                 .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm)
-                .map_err(|e| at_step(step, e))?;
+                .map_err(|e| self.at_step(step, e))?;
             time.optimizer = clock.elapsed().as_secs_f64();
 
             // ---- count ----
@@ -234,7 +263,9 @@ impl<'a> Run<'a> {
 
     /// After the last step: what isn't saved yet, and the summary.
     fn finish(mut self, report: &mut dyn Report) -> Result<Summary> {
-        self.save(report)?;
+        if self.progress.step > 0 {
+            self.save(report)?;
+        }
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         self.summary.peak_bytes = peak_process_bytes();
         report.finish(&self.summary);
@@ -247,7 +278,9 @@ impl<'a> Run<'a> {
             self.save(report)?;
         }
         let checkpoint = self.summary.checkpoint.clone();
-        Err(Error::Interrupted { step: self.progress.step, checkpoint })
+        let step = self.progress.step;
+        let hint = setup::how_to_go_on(self.config, step, checkpoint.as_deref());
+        Err(Error::Interrupted { step, checkpoint, hint })
     }
 
     fn val_is_due(&self) -> bool {
@@ -291,14 +324,25 @@ impl<'a> Run<'a> {
     /// Exports the weights, then writes the checkpoint: a kill in between leaves weights that the resumed run
     /// makes anew, and never a checkpoint whose weights are missing. What is there already stays.
     fn save(&mut self, report: &mut dyn Report) -> Result<()> {
-        let step = self.progress.step;
         let wants_weights = self.config.ckpt.as_ref().is_some_and(|c| c.weights.is_some());
         if wants_weights || self.config.model.lora.is_some() {
             self.save_weights(report)?;
         }
+        self.save_checkpoint(report)?;
+        // Not before: the weights of the last checkpoint stay until there is a newer one.
+        match &self.config.ckpt {
+            Some(c) => folder::prune(&self.folder.weights, c.keep_last, c.keep_interval).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// `checkpoints/step_N`.
+    fn save_checkpoint(&mut self, report: &mut dyn Report) -> Result<()> {
+        let step = self.progress.step;
         let Some(ckpt) = self.config.ckpt.as_ref().filter(|c| !c.weights_only) else { return Ok(()) };
         let target = self.folder.checkpoints.join(format!("step_{step}"));
         if !target.join(folder::STABLE).exists() {
+            self.make_way(&self.folder.checkpoints, report)?;
             let clock = Instant::now();
             let state = State {
                 format: State::FORMAT,
@@ -327,6 +371,7 @@ impl<'a> Run<'a> {
         let target = self.folder.weights.join(format!("step_{}", self.progress.step));
         let adapter = target.join("lora_adapters");
         if !target.join(folder::STABLE).exists() {
+            self.make_way(&self.folder.weights, report)?;
             let clock = Instant::now();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {
@@ -342,9 +387,6 @@ impl<'a> Run<'a> {
                     )
                 }
             })?;
-            if let Some(ckpt) = &self.config.ckpt {
-                folder::prune(&self.folder.weights, ckpt.keep_last, ckpt.keep_interval)?;
-            }
             let (what, path) = if lora { ("adapter", &adapter) } else { ("weights", &target) };
             let seconds = clock.elapsed().as_secs_f64();
             report.event(&Event::Saved { what, path: path.clone(), seconds });
@@ -356,12 +398,48 @@ impl<'a> Run<'a> {
         }
         Ok(())
     }
+
+    /// A folder that is no save of ours makes way for one.
+    fn make_way(&self, parent: &Path, report: &mut dyn Report) -> Result<()> {
+        let step = self.progress.step;
+        if let Some(aside) = folder::make_way(parent, step)? {
+            report.event(&Event::Warning(not_whole(parent, step, &aside)));
+        }
+        Ok(())
+    }
+
+    /// Says in which step a training error came up, and where to go on from.
+    fn at_step(&self, step: usize, error: Error) -> Error {
+        let Error::Train { message, hint } = error else { return error };
+        let steps = folder::steps(&self.folder.checkpoints).unwrap_or_default();
+        let hint = hint + &where_to_go_on(step, &steps);
+        Error::Train { message: format!("step {step}: {message}"), hint }
+    }
 }
 
-/// Says in which step a training error came up.
-fn at_step(step: usize, error: Error) -> Error {
-    match error {
-        Error::Train { message, hint } => Error::Train { message: format!("step {step}: {message}"), hint },
-        other => other,
+/// The checkpoint to go on from after step `failed`: the newest, unless it is so near that what went wrong may
+/// have begun before it.
+fn where_to_go_on(failed: usize, steps: &[usize]) -> String {
+    const NEAR: usize = 20;
+    match *steps {
+        [.., earlier, newest] if failed - newest.min(failed) <= NEAR => format!(
+            "; the checkpoint of step {newest} is close to where it failed, `--ckpt.resume-step {earlier}` goes \
+             further back"
+        ),
+        [.., newest] => format!("; `--ckpt.resume-step {newest}` goes on from there"),
+        [] => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::where_to_go_on;
+
+    #[test]
+    fn a_checkpoint_close_to_the_failure_is_not_the_one_to_go_on_from() {
+        assert_eq!(where_to_go_on(7, &[]), "");
+        assert!(where_to_go_on(7, &[6]).contains("--ckpt.resume-step 6"));
+        assert!(where_to_go_on(101, &[50, 100]).contains("--ckpt.resume-step 50"));
+        assert!(where_to_go_on(149, &[50, 100]).contains("--ckpt.resume-step 100"));
     }
 }
