@@ -43,7 +43,8 @@ table! {
         output_dir: PathBuf = "outputs".into();
         /// Empty a run folder that holds an earlier run. Without it, such a folder is an error unless the run resumes.
         clean_output_dir: bool = false;
-        /// Write the resolved configuration to `output_dir/configs/sft.toml` and stop.
+        /// Write the resolved configuration to `output_dir/configs/sft.toml` (`sft.dry-run.toml` beside an earlier run's)
+        /// and stop.
         dry_run: bool = false;
         /// How long a rank waits for the others.
         dist_timeout_seconds: u64 = 600, 1..;
@@ -456,7 +457,7 @@ table! {
         keep_last: Option<usize> = None, 1..;
         /// Keep those whose step is a multiple of this, whatever `keep_last` says.
         keep_interval: Option<usize> = None, 1..;
-        /// On resume, count steps from 0.
+        /// On resume, count steps from 0; the schedule starts anew with them.
         skip_progress: bool = false;
         /// On resume, start the schedule anew.
         skip_scheduler: bool = false;
