@@ -1,6 +1,6 @@
 //! Names of models and datasets → folders and files on this machine.
 //!
-//! A name is, in this order: a local path, something [compiled in](crate::assets), or an `owner/name` of
+//! A name is, in this order: a local path, something compiled in, or an `owner/name` of
 //! the Hugging Face hub. The hub's local cache comes first (the one that Python's tools use, where
 //! `HF_HUB_CACHE` or `HF_HOME` put it); what is missing there is downloaded, unless `HF_HUB_OFFLINE` is
 //! set. `HF_ENDPOINT` and `HF_TOKEN` are respected.
