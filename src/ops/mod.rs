@@ -8,6 +8,7 @@
 //! | device | version |
 //! |---|---|
 //! | `flex`, f32 | CPU kernels (`flex/` holds what they share), one tape node an op, hand-written backward |
+//! | `cuda`, f32 and bf16 | own kernels and cuBLASLt (`cuda/`), likewise |
 //! | any other, and f16 or bf16 on `flex` | [`plain`]; the loss in chunks (`chunked.rs`) |
 //!
 //! The CPU kernels keep two promises. Sums run in an order that depends on shapes alone, so results
@@ -26,6 +27,8 @@ use burn::tensor::{Int, Tensor};
 #[cfg(feature = "flex")]
 mod attention;
 mod chunked;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "flex")]
@@ -102,6 +105,10 @@ pub struct Dropout {
 /// # Shapes
 /// - x: `[t, e]`, weight: `[e]` → `[t, e]`
 pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if cuda::elements::takes_norm(&x, &weight) {
+        return cuda::elements::rms_norm(x, weight, eps);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&x) && flex::takes(&weight) {
         return rms_norm::rms_norm(x, weight, eps);
@@ -115,6 +122,10 @@ pub fn rms_norm(x: Tensor<2>, weight: Tensor<1>, eps: f64) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, h, d]`, weight: `[d]` → `[t, h, d]`
 pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Rope) -> Tensor<3> {
+    #[cfg(feature = "cuda")]
+    if cuda::elements::takes_rope(&x, weight.as_ref(), rope) {
+        return cuda::elements::qk_norm_rope(x, weight, eps, rope);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&x) && weight.as_ref().is_none_or(flex::takes) && flex::takes(&rope.cos) {
         return rope::qk_norm_rope(x, weight, eps, rope);
@@ -127,6 +138,12 @@ pub fn qk_norm_rope(x: Tensor<3>, weight: Option<Tensor<1>>, eps: f64, rope: &Ro
 /// # Shapes
 /// - q: `[t, h, d]`, k, v: `[t, g, d]` with h a multiple of g → `[t, h, d]`
 pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents, scale: f32) -> Tensor<3> {
+    #[cfg(feature = "cuda")]
+    if cuda::attention::takes(&q, &k, &v) {
+        return cuda::attention::attention(q, k, v, documents, scale);
+    } else if cuda::tensor::is_on_card(&q) {
+        return cuda::attention::by_products(q, k, v, documents, scale);
+    }
     #[cfg(feature = "flex")]
     if [&q, &k, &v].into_iter().all(flex::takes) {
         return attention::attention(q, k, v, documents, scale);
@@ -139,6 +156,10 @@ pub fn attention(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documents
 /// # Shapes
 /// - gate, up: `[t, f]` → `[t, f]`
 pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if cuda::elements::takes_swiglu(&gate, &up) {
+        return cuda::elements::swiglu(gate, up);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&gate) && flex::takes(&up) {
         return swiglu::swiglu(gate, up);
@@ -151,6 +172,10 @@ pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, in]`, weight: `[out, in]` → `[t, out]`
 pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if cuda::products::takes(&x, &weight) {
+        return cuda::products::linear(x, weight);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&x) && flex::takes(&weight) {
         return linear::linear(x, weight);
@@ -170,6 +195,13 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if cuda::products::takes(&x, &weight) {
+        return match parts.iter().any(|part| part.dropout.is_some()) {
+            false => cuda::products::lora_linear(x, weight, a, b, parts),
+            true => plain::lora_by(x, weight, a, b, parts, linear),
+        };
+    }
     #[cfg(feature = "flex")]
     if [&x, &weight, &a, &b].into_iter().all(flex::takes) {
         return lora_linear::lora_linear(x, weight, a, b, parts);
@@ -196,6 +228,10 @@ pub fn linear_cross_entropy(
     rows: Tensor<1, Int>,
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
+    #[cfg(feature = "cuda")]
+    if cuda::loss::takes(&hidden, &weight, &rows) {
+        return cuda::loss::linear_cross_entropy(hidden, weight, rows, targets);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&hidden) && flex::takes(&weight) {
         return linear_cross_entropy::linear_cross_entropy(hidden, weight, rows, targets);
@@ -214,6 +250,10 @@ pub fn token_losses(
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
     let (hidden, weight) = (hidden.inner(), weight.inner());
+    #[cfg(feature = "cuda")]
+    if cuda::loss::takes(&hidden, &weight, &rows) {
+        return cuda::loss::token_losses(hidden, weight, rows, targets);
+    }
     #[cfg(feature = "flex")]
     if flex::takes(&hidden) && flex::takes(&weight) {
         return linear_cross_entropy::token_losses(hidden, weight, rows, targets);

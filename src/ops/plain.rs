@@ -72,6 +72,18 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
+    lora_by(x, weight, a, b, parts, linear)
+}
+
+/// [`lora_linear`] with these products.
+pub(super) fn lora_by(
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    a: Tensor<2>,
+    b: Tensor<2>,
+    parts: &[LoraPart],
+    linear: impl Fn(Tensor<2>, Tensor<2>) -> Tensor<2>,
+) -> Tensor<2> {
     let base = linear(x.clone(), weight);
     let out = b.dims()[0];
     let (mut token, mut row) = (0, 0);

@@ -158,10 +158,11 @@ def check_swiglu(machine, rows, features, dtype, spare=64):
     d = torch.randn(rows, features, device=dev).to(dtype)
     whole, y = strided(rows, features, spare, dev, dtype, nan)
     grid = -(-rows * features // 2048)
-    module.launch("swiglu_forward", grid, 256, 0, gu, y, 2 * features, y.stride(0), rows)
+    module.launch("swiglu_forward", grid, 256, 0, gu, gu[:, features:], y, 2 * features, y.stride(0), rows)
     again, z = strided(rows, features, spare, dev, dtype, nan)
     dgu = torch.full_like(gu, nan)
-    module.launch("swiglu_backward", grid, 256, 0, gu, d, dgu, z, 2 * features, features, 2 * features, z.stride(0), rows)
+    module.launch("swiglu_backward", grid, 256, 0, gu, gu[:, features:], d, dgu, dgu[:, features:], z, 2 * features, features,
+                  2 * features, z.stride(0), rows)  # fmt: skip
     machine.synchronize()
     untouched(whole, features)
     untouched(again, features)

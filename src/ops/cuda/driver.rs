@@ -1,0 +1,247 @@
+//! A card as the ops see it: a stream of our own beside CubeCL's, in the same (primary) context.
+//!
+//! CubeCL's streams are private, but events order whole contexts: [`Gpu::enter`] makes the side
+//! stream wait for all that was launched before, and all that is launched later wait for the side
+//! stream. The host never waits. So a buffer that Burn frees after an op may be handed out again at
+//! once: whoever writes it comes after the op on the card.
+
+use std::collections::BTreeMap;
+use std::ptr::null_mut;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::{self as cu, CUdevice_attribute as Attribute, CUresult};
+
+use super::gemm::Products;
+use super::kernels::Kernels;
+
+/// The oldest driver that can order contexts with events.
+const DRIVER: i32 = 12_050;
+/// Bytes of the products' scratch memory.
+pub const WORKSPACE: usize = 64 << 20;
+/// Counters that kernels find at 0 and leave at 0.
+const COUNTERS: usize = 1024;
+
+/// One card: context, side stream and what is reused from call to call.
+pub struct Gpu {
+    context: cu::CUcontext,
+    stream: cu::CUstream,
+    before: cu::CUevent,
+    after: cu::CUevent,
+    /// 90 for compute capability 9.0.
+    pub capability: u32,
+    /// Number of multiprocessors.
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that a block may have.
+    pub shared_memory: usize,
+    workspace: u64,
+    counters: u64,
+    caches: Mutex<Caches>,
+}
+
+// SAFETY: contexts, streams and events of the driver may be used from any thread; `enter` holds the
+// lock on `caches` around every use of the stream.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// What is looked up instead of made again.
+struct Caches {
+    kernels: Kernels,
+    products: Products,
+}
+
+/// The side stream, entered: what is launched through it runs in order.
+pub struct Side<'a> {
+    /// The card.
+    pub gpu: &'a Gpu,
+    caches: MutexGuard<'a, Caches>,
+}
+
+/// Why a card can't be used, and what to do.
+#[derive(Debug, Clone)]
+pub struct Unusable {
+    /// What is wrong.
+    pub problem: String,
+    /// The remedy.
+    pub hint: &'static str,
+}
+
+static CARDS: Mutex<BTreeMap<usize, &'static Gpu>> = Mutex::new(BTreeMap::new());
+
+impl Gpu {
+    /// The card with this index, opened at the first call.
+    ///
+    /// # Errors
+    /// A missing or old driver, a missing library, a card that is too old.
+    pub fn open(index: usize) -> Result<&'static Gpu, Unusable> {
+        let mut cards = CARDS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gpu) = cards.get(&index) {
+            return Ok(gpu);
+        }
+        let gpu: &'static Gpu = Box::leak(Box::new(Gpu::new(index)?));
+        cards.insert(index, gpu);
+        Ok(gpu)
+    }
+
+    fn new(index: usize) -> Result<Gpu, Unusable> {
+        libraries()?;
+        let device = device(index)?;
+        let (mut context, mut stream) = (null_mut(), null_mut());
+        let (mut before, mut after) = (null_mut(), null_mut());
+        let (mut workspace, mut counters) = (0, 0);
+        // SAFETY: each call gets a place for its result; the device is valid, and from the second
+        // call on the context is current. The allocations are never freed.
+        unsafe {
+            ok(cu::cuDevicePrimaryCtxRetain(&mut context, device), "its context")?;
+            ok(cu::cuCtxSetCurrent(context), "its context")?;
+            ok(cu::cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32), "a stream")?;
+            let untimed = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+            ok(cu::cuEventCreate(&mut before, untimed), "an event")?;
+            ok(cu::cuEventCreate(&mut after, untimed), "an event")?;
+            ok(cu::cuMemAlloc_v2(&mut workspace, WORKSPACE), "64 MiB")?;
+            ok(cu::cuMemAlloc_v2(&mut counters, COUNTERS), "a little memory")?;
+            ok(cu::cuMemsetD8_v2(counters, 0, COUNTERS), "a little memory")?;
+        }
+        let [major, minor] = [
+            attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ];
+        if major < 8 {
+            return Err(Unusable {
+                problem: format!("its compute capability is {major}.{minor}, but bf16 products need 8.0"),
+                hint: "set `device = \"wgpu\"`, or use a card of the Ampere generation or later",
+            });
+        }
+        let shared = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let products = Products::new()?;
+        Ok(Gpu {
+            context,
+            stream,
+            before,
+            after,
+            capability: (major * 10 + minor) as u32,
+            multiprocessors: attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            shared_memory: attribute(device, shared)? as usize,
+            workspace,
+            counters,
+            caches: Mutex::new(Caches { kernels: Kernels::default(), products }),
+        })
+    }
+
+    /// Runs `work` on the side stream, after all that was launched and before all that will be.
+    /// Resolve pointers before: that is what makes earlier launches reach the card.
+    pub fn enter<R>(&self, work: impl FnOnce(&mut Side<'_>) -> R) -> R {
+        let caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut side = Side { gpu: self, caches };
+        // SAFETY: handles made by `new`, which live as long as the process.
+        unsafe {
+            must(cu::cuCtxSetCurrent(self.context), "setting the context");
+            must(cu::cuCtxRecordEvent(self.context, self.before), "recording what came before");
+            must(cu::cuStreamWaitEvent(self.stream, self.before, 0), "waiting for what came before");
+        }
+        let result = work(&mut side);
+        // SAFETY: as above.
+        unsafe {
+            must(cu::cuEventRecord(self.after, self.stream), "recording an op");
+            must(cu::cuCtxWaitEvent(self.context, self.after), "ordering an op");
+        }
+        result
+    }
+
+    /// The address of counter `n`, an int that is 0 between launches.
+    pub fn counter(&self, n: usize) -> u64 {
+        assert!(n * 4 < COUNTERS);
+        self.counters + n as u64 * 4
+    }
+
+    /// The address of the products' scratch memory, [`WORKSPACE`] bytes.
+    pub fn workspace(&self) -> u64 {
+        self.workspace
+    }
+
+    /// The side stream.
+    pub fn stream(&self) -> cu::CUstream {
+        self.stream
+    }
+}
+
+impl Side<'_> {
+    /// The compiled kernels.
+    pub fn kernels(&mut self) -> &mut Kernels {
+        &mut self.caches.kernels
+    }
+
+    /// The prepared products.
+    pub fn products(&mut self) -> &mut Products {
+        &mut self.caches.products
+    }
+
+    /// `bytes` zeros at `pointer`.
+    pub fn zero(&mut self, pointer: u64, bytes: usize) {
+        // SAFETY: the caller names memory of a tensor that it holds.
+        must(unsafe { cu::cuMemsetD8Async(pointer, 0, bytes, self.gpu.stream) }, "filling with zeros");
+    }
+}
+
+/// Whether the driver, cuBLASLt and NVRTC can be loaded.
+fn libraries() -> Result<(), Unusable> {
+    // SAFETY: these look for libraries and call nothing in them.
+    let [driver, products, compiler] = unsafe {
+        [
+            cu::is_culib_present(),
+            cudarc::cublaslt::sys::is_culib_present(),
+            cudarc::nvrtc::sys::is_culib_present(),
+        ]
+    };
+    let missing = |name: &str, hint| Err(Unusable { problem: format!("`{name}` isn't there"), hint });
+    if !driver {
+        return missing("libcuda.so", "install NVIDIA's driver, or set `device = \"auto\"`");
+    }
+    let toolkit = "install CUDA's runtime libraries (12.5 or later), and name their folder in LD_LIBRARY_PATH";
+    if !products {
+        return missing("libcublasLt.so", toolkit);
+    }
+    if !compiler {
+        return missing("libnvrtc.so", toolkit);
+    }
+    Ok(())
+}
+
+fn device(index: usize) -> Result<cu::CUdevice, Unusable> {
+    let (mut version, mut device) = (0, 0);
+    // SAFETY: `libraries` has found the driver; each call gets a place for its result.
+    unsafe {
+        ok(cu::cuInit(0), "the driver")?;
+        ok(cu::cuDriverGetVersion(&mut version), "the driver's version")?;
+        ok(cu::cuDeviceGet(&mut device, index as i32), "the card")?;
+    }
+    if version < DRIVER {
+        return Err(Unusable {
+            problem: format!("the driver is made for CUDA {}.{}", version / 1000, version % 1000 / 10),
+            hint: "install a driver for CUDA 12.5 or later (555 or later)",
+        });
+    }
+    Ok(device)
+}
+
+fn attribute(device: cu::CUdevice, attribute: Attribute) -> Result<i32, Unusable> {
+    let mut value = 0;
+    // SAFETY: the device is valid, and the call gets a place for its result.
+    ok(unsafe { cu::cuDeviceGetAttribute(&mut value, attribute, device) }, "its properties")?;
+    Ok(value)
+}
+
+fn ok(result: CUresult, what: &str) -> Result<(), Unusable> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(Unusable {
+        problem: format!("it doesn't give {what}: {result:?}"),
+        hint: "look at `nvidia-smi`: is the card there, free and healthy?",
+    })
+}
+
+/// Panics where the driver refuses: ops return tensors, not results.
+pub fn must(result: CUresult, what: &str) {
+    assert!(result == CUresult::CUDA_SUCCESS, "CUDA, {what}: {result:?}");
+}

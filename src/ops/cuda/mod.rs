@@ -1,0 +1,21 @@
+//! The ops on CUDA cards: own kernels (the `.cu` files here) and cuBLASLt on Burn's tensors.
+//!
+//! An op is a method of an extension trait on `Cube` and on `Autodiff<Cube, C>`: it takes the
+//! tensors' addresses, allocates its outputs through CubeCL and enters the card's side stream once
+//! (`driver.rs`). A `takes…` function says whether an op's kernels fit the tensors at hand; what they
+//! don't take goes to the plain version.
+//!
+//! bf16 tensors are computed in f32 and rounded once when they are stored; products of f32 tensors
+//! don't use TF32. Sums run in an order that depends on shapes and the card alone.
+
+pub mod attention;
+mod driver;
+pub mod elements;
+mod gemm;
+mod kernels;
+pub mod loss;
+pub mod products;
+pub mod tensor;
+mod work;
+
+pub use driver::{Gpu, Unusable};

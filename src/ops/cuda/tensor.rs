@@ -1,0 +1,98 @@
+//! CubeCL's tensors as addresses, and new ones.
+
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::ops::{Backward, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Autodiff, Cube, DispatchDevice, TensorMetadata};
+use burn::tensor::{DType, Device, Shape, Tensor};
+use burn_cubecl::CubeDevice;
+use burn_cubecl::cubecl::cuda::CudaRuntime;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl_server::runtime::Runtime;
+
+use super::driver::Gpu;
+use super::gemm::Matrix;
+
+/// Whether the tensor lies on a CUDA card, in bf16 or f32.
+pub fn is_on_card<const D: usize>(x: &Tensor<D>) -> bool {
+    matches!(x.dtype(), DType::BF16 | DType::F32) && is_card(&x.device())
+}
+
+/// Whether the device is a CUDA card.
+pub fn is_card(device: &Device) -> bool {
+    let device = device.clone().without_autodiff();
+    matches!(device.as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
+}
+
+/// The card that holds the tensor.
+pub fn gpu(x: &CubeTensor) -> &'static Gpu {
+    let CubeDevice::Cuda(device) = &x.device else { panic!("{:?} is no CUDA device", x.device) };
+    match Gpu::open(device.index) {
+        Ok(gpu) => gpu,
+        Err(error) => panic!("cuda:{}: {} ({})", device.index, error.problem, error.hint),
+    }
+}
+
+/// The address of the first element. Launches that were made before have reached the card then.
+pub fn pointer(x: &CubeTensor) -> u64 {
+    let resource = x.client.get_resource::<<CudaRuntime as Runtime>::Server>(x.handle.clone());
+    match resource {
+        Ok(resource) => resource.resource().ptr,
+        Err(error) => panic!("CUDA, a tensor {:?} in {:?} has no memory: {error:?}", x.shape(), x.dtype),
+    }
+}
+
+/// A tensor whose elements are still to be written.
+pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+    let shape = shape.into();
+    let bytes = shape.num_elements() * dtype.size();
+    let handle = like.client.empty(bytes);
+    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
+
+/// A tensor on the card from bytes.
+pub fn upload(like: &CubeTensor, bytes: &[u8], shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+    let handle = like.client.create_from_slice(bytes);
+    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.into(), handle, dtype)
+}
+
+/// The tensor in row-major order without gaps.
+pub fn dense(x: CubeTensor) -> CubeTensor {
+    let x = into_contiguous(x);
+    let compact = x.meta.strides().iter().rev().zip(x.shape().iter().rev()).try_fold(1, |step, (s, n)| {
+        (*s == step || *n == 1).then_some(step * n)
+    });
+    assert!(compact.is_some(), "a contiguous tensor has no gaps: {x:?}");
+    x
+}
+
+/// A dense tensor of `[.., columns]` as a matrix of rows of its last dimension.
+pub fn matrix(x: &CubeTensor) -> Matrix {
+    let shape = x.shape();
+    let columns = shape[shape.num_dims() - 1];
+    let rows = shape.num_elements().checked_div(columns).unwrap_or(0);
+    Matrix { pointer: pointer(x), rows, columns, stride: columns, dtype: x.dtype, transposed: false }
+}
+
+/// The tensor in another type.
+pub fn cast(x: CubeTensor, dtype: DType) -> CubeTensor {
+    if x.dtype == dtype { x } else { burn_cubecl::kernel::cast(x, dtype) }
+}
+
+/// Ends the recording of an op: its state is made only if some parent is tracked.
+pub fn record<S, O, C, const N: usize>(
+    prepared: OpsKind<O, Cube, S, C, N>,
+    state: impl FnOnce() -> S,
+    output: CubeTensor,
+) -> FloatTensor<Autodiff<Cube, C>>
+where
+    S: Clone + Send + std::fmt::Debug + 'static,
+    O: Backward<Cube, N, State = S>,
+    C: CheckpointStrategy,
+{
+    match prepared {
+        OpsKind::Tracked(prepared) => prepared.finish(state(), output),
+        OpsKind::UnTracked(prepared) => prepared.finish(output),
+    }
+}
