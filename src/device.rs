@@ -46,7 +46,7 @@ pub fn select(spec: &DeviceSpec) -> Result<Selected> {
 
 fn auto() -> Result<Selected> {
     #[cfg(feature = "cuda")]
-    if cuda_count() > 0 {
+    if crate::ops::cuda::count() > 0 {
         return cuda(0);
     }
     #[cfg(feature = "wgpu")]
@@ -73,19 +73,19 @@ fn flex() -> Result<Selected> {
     return Err(not_compiled("flex"));
 }
 
-#[cfg(feature = "cuda")]
-fn cuda_count() -> usize {
-    use burn::tensor::DeviceType;
-    Device::enumerate(DeviceType::Cuda).into_vec().len()
-}
-
+/// A card, opened: what it lacks is found before anything else is loaded.
 #[cfg(feature = "cuda")]
 fn cuda(index: usize) -> Result<Selected> {
-    let count = cuda_count();
+    use crate::ops::cuda;
+    let count = cuda::count();
     if index >= count {
         return Err(missing("cuda", index, count));
     }
-    Ok(Selected { device: Device::cuda(index), name: format!("cuda:{index}"), warning: None })
+    let name = format!("cuda:{index}");
+    if let Err(cuda::Unusable { problem, hint }) = cuda::Gpu::open(index) {
+        return Err(Error::device(format!("`{name}` can't be used: {problem}"), hint));
+    }
+    Ok(Selected { device: Device::cuda(index), name, warning: None })
 }
 
 #[cfg(not(feature = "cuda"))]

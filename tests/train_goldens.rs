@@ -1,151 +1,35 @@
-//! Ten optimizer steps against the reference trainer (`train/` of the goldens, formulas in their README):
-//! losses, gradient norms, clip coefficients and final parameters, full and LoRA.
+//! Ten optimizer steps against the reference trainer on the CPU: losses, gradient norms, clip
+//! coefficients and final parameters, full and LoRA.
 #![cfg(feature = "flex")]
 
 mod common;
 
-use burn::tensor::{Device, Tensor};
-use common::goldens::{Case, Tolerance, json, root, tensors};
-use embertune::config::{OptimConfig, OptimKind};
-use embertune::data::Batch;
-use embertune::export;
-use embertune::model::Decoder;
-use embertune::train::optim::{Optimizer, not_norm_or_bias};
-use embertune::train::step::{StepOptions, forward_backward};
-use serde_json::Value;
+use burn::tensor::Device;
+use common::train_goldens::run;
 
 #[test]
 fn full_fine_tuning_with_a_tied_head() {
-    run("full", None);
+    run("full", None, &Device::flex(), 1.0);
 }
 
 #[test]
 fn full_fine_tuning_without_decay_on_norms_and_biases() {
-    run("full-no-norm-decay", None);
+    run("full-no-norm-decay", None, &Device::flex(), 1.0);
 }
 
 #[test]
 fn lora_from_default_init() {
-    run("lora", None);
+    run("lora", None, &Device::flex(), 1.0);
 }
 
 #[test]
 fn lora_with_a_micro_batch_without_targets() {
-    run("lora-zero-micro", None);
+    run("lora-zero-micro", None, &Device::flex(), 1.0);
 }
 
 /// The same with recomputed layers.
 #[test]
 fn recomputation_changes_nothing() {
-    run("full", Some(1));
-    run("lora", Some(2));
-}
-
-fn run(name: &str, recompute: Option<usize>) {
-    let cases = Case::all("train");
-    let case = cases.iter().find(|c| c.name == format!("train/{name}")).expect("the case is there");
-    let mut model = initial(case);
-    let hyper = &case.json["hyper"];
-    let mut optimizer = optimizer(hyper, &model);
-    let max_norm = hyper["max_grad_norm"].as_f64();
-    let options = StepOptions { recompute, dropout_seed: 0 };
-    let (loss, norm) = (Tolerance::of("train_loss", 1.0), Tolerance::of("train_grad_norm", 1.0));
-    let steps = case.json["steps"].as_array().unwrap();
-    assert_eq!(steps.len(), 10);
-    for step in steps {
-        let what = |number: &str| format!("{name}, step {}: {number}", step["step"]);
-        let batches: Vec<Batch> = step["micro_batches"].as_array().unwrap().iter().map(batch).collect();
-        let sums = forward_backward(&model, &batches, &options).unwrap();
-        assert_eq!(
-            sums.trained_tokens as u64,
-            step["n_target_tokens"].as_u64().unwrap(),
-            "{}",
-            what("targets")
-        );
-        let lr = step["lr"].as_f64().unwrap();
-        let update = sums.update(&mut model, &mut optimizer, lr, max_norm).unwrap().unwrap();
-        let wanted = |key: &str| step[key].as_f64().unwrap() as f32;
-        loss.check(&what("loss"), &[update.loss as f32], &[wanted("loss")]);
-        norm.check(&what("grad_norm"), &[update.grad_norm as f32], &[wanted("grad_norm")]);
-        norm.check(&what("clip_coef"), &[update.clip_coef as f32], &[wanted("clip_coef")]);
-    }
-    check_final(case, &model);
-}
-
-fn initial(case: &Case) -> Decoder {
-    let mut model = case.decoder(&Device::flex());
-    if case.json["mode"] == "full" {
-        return model.train_all();
-    }
-    export::load_adapter(&mut model, 0, &case.dir.join(case.json["init"].as_str().unwrap())).unwrap();
-    model
-}
-
-fn optimizer(hyper: &Value, model: &Decoder) -> Optimizer {
-    let number = |key: &str| hyper[key].as_f64().unwrap();
-    let kind = OptimKind::AdamW { betas1: number("beta1"), betas2: number("beta2"), eps: number("eps") };
-    let config = OptimConfig { lr: number("lr"), weight_decay: number("weight_decay"), max_norm: None, kind };
-    let optimizer = Optimizer::new(&config, &model.trainable());
-    if hyper["decay_groups"] == "hf" { optimizer.decay_only(not_norm_or_bias) } else { optimizer }
-}
-
-/// A micro-batch: its packed rows end to end.
-fn batch(micro: &Value) -> Batch {
-    let mut batch = Batch { cu_seqlens: vec![0], ..Batch::default() };
-    for row in micro["rows"].as_array().unwrap() {
-        let list = |key: &str| -> Vec<i64> {
-            row[key].as_array().unwrap().iter().map(|v| v.as_i64().unwrap()).collect()
-        };
-        let (ids, documents, labels) = (list("input_ids"), list("document_ids"), list("labels"));
-        let start = batch.input_ids.len();
-        for t in 0..ids.len() {
-            let last = documents.get(t + 1) != Some(&documents[t]);
-            let target = if last { -100 } else { labels[t + 1] };
-            batch.loss_mask.push(target >= 0);
-            batch.targets.push(u32::try_from(target).unwrap_or(0));
-            if last {
-                batch.cu_seqlens.push((start + t + 1) as u32);
-            }
-        }
-        batch.input_ids.extend(ids.iter().map(|&id| id as u32));
-        batch.position_ids.extend(list("position_ids").iter().map(|&p| p as u32));
-    }
-    batch.run_tokens = vec![batch.input_ids.len()];
-    batch
-}
-
-fn check_final(case: &Case, model: &Decoder) {
-    let folder = case.dir.join(case.json["final"].as_str().unwrap());
-    let file = if case.json["mode"] == "full" { "model.safetensors" } else { "adapter_model.safetensors" };
-    let wanted = tensors(&folder.join(file));
-    let limits = &json(&root().join("tolerances.json"))["train_final"];
-    let (usual, worst) = (limits["p999_abs"].as_f64().unwrap(), limits["max_abs"].as_f64().unwrap());
-    let mut differences = Vec::new();
-    let parameters: Vec<_> = model.trainable().into_iter().zip(model.trainable_values()).collect();
-    assert_eq!(parameters.len(), wanted.len(), "{}: number of tensors", case.name);
-    for (parameter, value) in parameters {
-        let got = values(value);
-        let stored = wanted.get(&stored_name(&parameter.name)).expect("the parameter is in the file");
-        assert_eq!(stored.shape, parameter.shape, "{}", parameter.name);
-        differences.extend(got.iter().zip(&stored.values).map(|(g, w)| f64::from((g - w).abs())));
-    }
-    differences.sort_by(f64::total_cmp);
-    let at_999 = differences[differences.len() * 999 / 1000];
-    let largest = differences[differences.len() - 1];
-    assert!(at_999 <= usual && largest <= worst, "{}: 99.9 % {at_999:e}, worst {largest:e}", case.name);
-}
-
-fn values(tensor: Tensor<1>) -> Vec<f32> {
-    tensor.to_data().try_to_vec().unwrap()
-}
-
-/// Ours → PEFT's: `q_proj.adapters.0.lora_a` → `base_model.model.….q_proj.lora_A.weight`.
-fn stored_name(name: &str) -> String {
-    match name.split_once(".adapters.0.") {
-        None => name.to_string(),
-        Some((module, part)) => {
-            let matrix = part.replace("lora_a", "lora_A").replace("lora_b", "lora_B");
-            format!("base_model.model.{module}.{matrix}.weight")
-        }
-    }
+    run("full", Some(1), &Device::flex(), 1.0);
+    run("lora", Some(2), &Device::flex(), 1.0);
 }

@@ -75,11 +75,23 @@ fn ints(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
 
 /// Hugging Face's tables: angles in f32, the second half of a head repeats the first.
 fn rope(positions: &[u32], config: &HfConfig, device: &Device) -> Rope {
+    let rows = positions.iter().max().map_or(0, |&last| last as usize + 1);
+    if rows > positions.len() {
+        return tables(positions.iter().copied(), config, device);
+    }
+    // Positions come again in each document: their rows are made once and spread on the device.
+    let Rope { cos, sin } = tables(0..rows as u32, config, device);
+    let rows = ints(positions.iter().map(|&position| position as i32).collect(), device);
+    Rope { cos: cos.select(0, rows.clone()), sin: sin.select(0, rows) }
+}
+
+/// A row for each position.
+fn tables(positions: impl ExactSizeIterator<Item = u32>, config: &HfConfig, device: &Device) -> Rope {
     let frequencies = config.inverse_frequencies();
     let shape = [positions.len(), config.head_dim];
     let (mut cos, mut sin) =
         (Vec::with_capacity(shape[0] * shape[1]), Vec::with_capacity(shape[0] * shape[1]));
-    for &position in positions {
+    for position in positions {
         let row = cos.len();
         for &frequency in &frequencies {
             // The angle is rounded to f32 as in Hugging Face; its cosine is taken exactly.

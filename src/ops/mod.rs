@@ -270,6 +270,15 @@ pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
     plain::sum_squares(x)
 }
 
+/// [`sum_squares`] of many tensors: values that add up to the sum over all, as few as is quick.
+pub fn sum_squares_of(xs: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
+    #[cfg(feature = "cuda")]
+    if !xs.is_empty() && xs.iter().all(cuda::optim::takes) {
+        return vec![cuda::optim::sum_squares(xs)];
+    }
+    xs.into_iter().map(sum_squares).collect()
+}
+
 /// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32.
 ///
 /// # Shapes
@@ -280,6 +289,20 @@ pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step
         return optim::adamw(param, m, v, grad, step);
     }
     plain::adamw(param, m, v, grad, step)
+}
+
+/// [`adamw`] of many parameters `[param, m, v, grad]`, each with its own scalars.
+///
+/// # Panics
+/// Where there are not as many scalars as parameters.
+pub fn adamw_of(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW]) -> Vec<[Tensor<1>; 3]> {
+    assert_eq!(tensors.len(), steps.len(), "adamw_of: parameters and scalars");
+    #[cfg(feature = "cuda")]
+    if !tensors.is_empty() && tensors.iter().flatten().all(cuda::optim::takes) && cuda::optim::alike(steps) {
+        return cuda::optim::adamw(tensors, steps);
+    }
+    let each = tensors.into_iter().zip(steps);
+    each.map(|([param, m, v, grad], step)| adamw(param, m, v, grad, step)).collect()
 }
 
 /// The scalars of one AdamW update.

@@ -101,12 +101,23 @@ impl Optimizer {
         self.updates += 1;
         let (updates, held_in) = (self.updates, self.held_in);
         let step = Step { lr, grad_scale, updates };
-        self.slots
-            .iter_mut()
-            .zip(values.into_iter().zip(grads))
-            .map(|(slot, (value, grad))| slot.update(value, grad, step))
-            .map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) })
-            .collect()
+        let mut updated: Vec<Option<Tensor<1>>> = Vec::with_capacity(values.len());
+        let mut adamw = AdamWBatch::default();
+        for (n, (slot, (value, grad))) in self.slots.iter_mut().zip(values.into_iter().zip(grads)).enumerate() {
+            updated.push(match slot.rule {
+                Rule::AdamW { .. } => {
+                    adamw.add(n, slot, value, grad, step);
+                    None
+                }
+                _ => Some(slot.update(value, grad, step)),
+            });
+        }
+        for (n, [value, m, v]) in adamw.run() {
+            self.slots[n].state = vec![m, v];
+            updated[n] = Some(value);
+        }
+        let updated = updated.into_iter().map(|value| value.expect("each parameter has one rule"));
+        updated.map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) }).collect()
     }
 
     /// The state, `PARAMETER.exp_avg` and so on; none before the first update.
@@ -196,7 +207,7 @@ impl Slot {
     fn update(&mut self, value: Tensor<1>, grad: Tensor<1>, step: Step) -> Tensor<1> {
         let decayed = |value: Tensor<1>, slot: &Slot| value.mul_scalar(1.0 - step.lr * slot.weight_decay);
         match self.rule {
-            Rule::AdamW { beta1, beta2, eps } => self.adamw(value, grad, step, (beta1, beta2, eps)),
+            Rule::AdamW { .. } => unreachable!("AdamW goes through `AdamWBatch`"),
             Rule::Sgd { nesterov, momentum } => {
                 let grad = grad.mul_scalar(step.grad_scale);
                 let grad = match self.weight_decay {
@@ -218,32 +229,6 @@ impl Slot {
         }
     }
 
-    fn adamw(
-        &mut self,
-        value: Tensor<1>,
-        grad: Tensor<1>,
-        step: Step,
-        (beta1, beta2, eps): (f64, f64, f64),
-    ) -> Tensor<1> {
-        let mut state = std::mem::take(&mut self.state).into_iter();
-        let (m, v) = match (state.next(), state.next()) {
-            (Some(m), Some(v)) => (m, v),
-            _ => (grad.zeros_like(), grad.zeros_like()),
-        };
-        let scalars = ops::AdamW {
-            lr: step.lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay: self.weight_decay,
-            update: step.updates,
-            grad_scale: step.grad_scale,
-        };
-        let [value, m, v] = ops::adamw(value, m, v, grad, &scalars);
-        self.state = vec![m, v];
-        value
-    }
-
     /// The direction after momentum; torch's first buffer is the gradient itself.
     fn momentum(&mut self, grad: Tensor<1>, momentum: f64, nesterov: bool) -> Tensor<1> {
         if momentum == 0.0 {
@@ -255,6 +240,41 @@ impl Slot {
         };
         self.state = vec![buffer.clone()];
         if nesterov { grad + buffer.mul_scalar(momentum) } else { buffer }
+    }
+}
+
+/// The parameters that AdamW updates, all at once.
+#[derive(Default)]
+struct AdamWBatch {
+    slots: Vec<usize>,
+    tensors: Vec<[Tensor<1>; 4]>,
+    scalars: Vec<ops::AdamW>,
+}
+
+impl AdamWBatch {
+    fn add(&mut self, n: usize, slot: &mut Slot, value: Tensor<1>, grad: Tensor<1>, step: Step) {
+        let Rule::AdamW { beta1, beta2, eps } = slot.rule else { return };
+        let mut state = std::mem::take(&mut slot.state).into_iter();
+        let (m, v) = match (state.next(), state.next()) {
+            (Some(m), Some(v)) => (m, v),
+            _ => (grad.zeros_like(), grad.zeros_like()),
+        };
+        self.slots.push(n);
+        self.tensors.push([value, m, v, grad]);
+        self.scalars.push(ops::AdamW {
+            lr: step.lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: slot.weight_decay,
+            update: step.updates,
+            grad_scale: step.grad_scale,
+        });
+    }
+
+    /// Number of the slot, new value, m and v.
+    fn run(self) -> impl Iterator<Item = (usize, [Tensor<1>; 3])> {
+        self.slots.into_iter().zip(ops::adamw_of(self.tensors, &self.scalars))
     }
 }
 

@@ -215,7 +215,7 @@ impl GradSums {
         }
         let tokens = self.trained_tokens as f64;
         let loss = self.loss / tokens;
-        let squares = self.grads.iter().map(|g| ops::sum_squares(g.clone())).collect();
+        let squares = ops::sum_squares_of(self.grads.clone());
         let grad_norm = sum_on_host(squares).sqrt() / tokens;
         check(loss, grad_norm, optimizer.updates() == 0)?;
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));

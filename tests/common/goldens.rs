@@ -131,7 +131,11 @@ impl Case {
     }
 
     pub fn decoder(&self, device: &Device) -> Decoder {
-        let mut decoder = Decoder::load(&self.base(), DType::F32, device, &mut |_, _| {})
+        self.decoder_in(DType::F32, device)
+    }
+
+    pub fn decoder_in(&self, dtype: DType, device: &Device) -> Decoder {
+        let mut decoder = Decoder::load(&self.base(), dtype, device, &mut |_, _| {})
             .unwrap_or_else(|e| panic!("{}: {e}", self.name));
         if let Some(adapter) = self.adapter() {
             export::load_adapter(&mut decoder, 0, &adapter).unwrap_or_else(|e| panic!("{}: {e}", self.name));
@@ -233,6 +237,20 @@ impl Case {
         losses
     }
 
+    /// The gradient of the mean loss by PEFT's names.
+    pub fn gradients(&self, decoder: &Decoder, loss: Tensor<1>, n: usize) -> BTreeMap<String, Vec<f32>> {
+        let mut gradients = loss.backward();
+        let trainable = decoder.trainable();
+        let taken = decoder.take_grads(&mut gradients);
+        let named = trainable.iter().zip(taken);
+        named
+            .map(|(trainable, grad)| {
+                let grad = grad.unwrap_or_else(|| panic!("{}: no gradient of {}", self.name, trainable.name));
+                (peft_name(&trainable.name), floats(grad).iter().map(|g| g / n as f32).collect())
+            })
+            .collect()
+    }
+
     fn check_gradients(
         &self,
         decoder: &Decoder,
@@ -241,17 +259,7 @@ impl Case {
         want: &BTreeMap<String, Stored>,
         factor: f64,
     ) {
-        let mut gradients = loss.backward();
-        let trainable = decoder.trainable();
-        let taken = decoder.take_grads(&mut gradients);
-        let got: BTreeMap<String, Vec<f32>> = trainable
-            .iter()
-            .zip(taken)
-            .map(|(trainable, grad)| {
-                let grad = grad.unwrap_or_else(|| panic!("{}: no gradient of {}", self.name, trainable.name));
-                (peft_name(&trainable.name), floats(grad).iter().map(|g| g / n as f32).collect())
-            })
-            .collect();
+        let got = self.gradients(decoder, loss, n);
         let keys = (got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
         assert_eq!(keys.0, keys.1, "{} gradients", self.name);
         for (name, want) in want {

@@ -4,3 +4,4 @@ pub mod goldens;
 pub mod neutral;
 pub mod run;
 pub mod sha256;
+pub mod train_goldens;

@@ -183,6 +183,18 @@ impl Side<'_> {
     }
 }
 
+/// Number of cards; 0 without a driver.
+pub fn count() -> usize {
+    let mut count = 0;
+    // SAFETY: nothing of the driver is called unless it is there; the call gets a place for its result.
+    let found = unsafe {
+        cu::is_culib_present()
+            && cu::cuInit(0) == CUresult::CUDA_SUCCESS
+            && cu::cuDeviceGetCount(&mut count) == CUresult::CUDA_SUCCESS
+    };
+    if found { count.max(0) as usize } else { 0 }
+}
+
 /// Whether the driver, cuBLASLt and NVRTC can be loaded.
 fn libraries() -> Result<(), Unusable> {
     // SAFETY: these look for libraries and call nothing in them.

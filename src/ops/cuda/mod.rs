@@ -14,8 +14,9 @@ pub mod elements;
 mod gemm;
 mod kernels;
 pub mod loss;
+pub mod optim;
 pub mod products;
 pub mod tensor;
 mod work;
 
-pub use driver::{Gpu, Unusable};
+pub use driver::{Gpu, Unusable, count};
