@@ -1,5 +1,5 @@
 //! The ops, the model and training on a CUDA card. Without a card the tests are skipped, unless
-//! `EMBERTUNE_REQUIRE_CUDA=1`. `--include-ignored` adds timings.
+//! `EMBERTUNE_REQUIRE_CUDA=1`. `--ignored` prints times and trains a run.
 #![cfg(all(feature = "cuda", feature = "flex"))]
 
 mod common;
@@ -11,6 +11,8 @@ use embertune::ops::{self, AdamW, Documents, LoraPart, Rope, cuda, plain};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+#[path = "gpu/speed.rs"]
+mod speed;
 #[path = "gpu/timings.rs"]
 mod timings;
 
@@ -58,9 +60,13 @@ fn goldens(kind: &str) {
 #[test]
 fn training_is_that_of_the_reference() {
     let Some(device) = card() else { return };
-    for (name, recompute) in
-        [("lora", None), ("lora-zero-micro", None), ("lora", Some(2)), ("full", None), ("full-no-norm-decay", None)]
-    {
+    for (name, recompute) in [
+        ("lora", None),
+        ("lora-zero-micro", None),
+        ("lora", Some(2)),
+        ("full", None),
+        ("full-no-norm-decay", None),
+    ] {
         train_goldens::run(name, recompute, &device, F32);
     }
 }
@@ -187,7 +193,10 @@ fn compare(name: &str, inputs: &[Input], dtypes: &[DType], fast: Op, plain: Op) 
         let errors: Vec<f64> = got.iter().zip(&want).map(|(got, want)| relative(got, want)).collect();
         let shown: Vec<String> = errors.iter().map(|error| format!("{error:.1e}")).collect();
         eprintln!("{name} {dtype:?}: {}", shown.join(" "));
-        assert!(errors.iter().all(|&e| e < limit), "{name} {dtype:?}: {errors:?} (0 = output), allowed {limit}");
+        assert!(
+            errors.iter().all(|&e| e < limit),
+            "{name} {dtype:?}: {errors:?} (0 = output), allowed {limit}"
+        );
     }
 }
 
@@ -234,9 +243,12 @@ fn qk_norm_rope() {
             flat(plain::qk_norm_rope(x[0].clone().reshape(shape), Some(x[1].clone()), 1e-6, &tables(&x[0])))
         };
         compare(&format!("qk_norm_rope {shape:?}"), &inputs, BOTH, &fast, &slow);
-        let fast = |x: &[Tensor<1>]| flat(ops::qk_norm_rope(x[0].clone().reshape(shape), None, 1e-6, &tables(&x[0])));
-        let slow =
-            |x: &[Tensor<1>]| flat(plain::qk_norm_rope(x[0].clone().reshape(shape), None, 1e-6, &tables(&x[0])));
+        let fast = |x: &[Tensor<1>]| {
+            flat(ops::qk_norm_rope(x[0].clone().reshape(shape), None, 1e-6, &tables(&x[0])))
+        };
+        let slow = |x: &[Tensor<1>]| {
+            flat(plain::qk_norm_rope(x[0].clone().reshape(shape), None, 1e-6, &tables(&x[0])))
+        };
         compare("rope alone", &inputs[..1], BOTH, &fast, &slow);
     }
 }
@@ -308,8 +320,7 @@ fn attention() {
             Some(*sum)
         });
         let documents = Documents { cu_seqlens: std::iter::once(0).chain(ends).collect() };
-        let inputs =
-            [random(t * h * d, 1.5, 13), random(t * g * d, 1.5, 14), random(t * g * d, 1.5, 15)];
+        let inputs = [random(t * h * d, 1.5, 13), random(t * g * d, 1.5, 14), random(t * g * d, 1.5, 15)];
         type Attention = fn(Tensor<3>, Tensor<3>, Tensor<3>, &Documents, f32) -> Tensor<3>;
         let scale = (d as f32).powf(-0.5);
         let op = |f: Attention| {
@@ -369,7 +380,9 @@ fn adamw_and_sum_of_squares_over_many_tensors() {
         grad_scale: 0.25,
     };
     let values = |seed: u64, on: &Device| -> Vec<Tensor<1>> {
-        let of = |(n, &len): (usize, &usize)| random(len, 1.0, seed + n as u64).frozen().tensor(DType::F32, on, true);
+        let of = |(n, &len): (usize, &usize)| {
+            random(len, 1.0, seed + n as u64).frozen().tensor(DType::F32, on, true)
+        };
         sizes.iter().enumerate().map(of).collect()
     };
     let run = |on: &Device| -> (Vec<f32>, f64) {
@@ -388,7 +401,11 @@ fn adamw_and_sum_of_squares_over_many_tensors() {
             moments = updated.into_iter().map(|[_, m, v]| (m, v)).collect();
         }
         let before: Vec<f32> = kept.into_iter().flat_map(floats).collect();
-        assert_eq!(before, values(100, on).into_iter().flat_map(floats).collect::<Vec<_>>(), "held values stay");
+        assert_eq!(
+            before,
+            values(100, on).into_iter().flat_map(floats).collect::<Vec<_>>(),
+            "held values stay"
+        );
         (params.into_iter().flat_map(floats).collect(), squares)
     };
     let (got, want) = (run(&device), run(&Device::flex()));

@@ -103,7 +103,8 @@ impl Optimizer {
         let step = Step { lr, grad_scale, updates };
         let mut updated: Vec<Option<Tensor<1>>> = Vec::with_capacity(values.len());
         let mut adamw = AdamWBatch::default();
-        for (n, (slot, (value, grad))) in self.slots.iter_mut().zip(values.into_iter().zip(grads)).enumerate() {
+        for (n, (slot, (value, grad))) in self.slots.iter_mut().zip(values.into_iter().zip(grads)).enumerate()
+        {
             updated.push(match slot.rule {
                 Rule::AdamW { .. } => {
                     adamw.add(n, slot, value, grad, step);
@@ -117,7 +118,9 @@ impl Optimizer {
             updated[n] = Some(value);
         }
         let updated = updated.into_iter().map(|value| value.expect("each parameter has one rule"));
-        updated.map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) }).collect()
+        updated
+            .map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) })
+            .collect()
     }
 
     /// The state, `PARAMETER.exp_avg` and so on; none before the first update.

@@ -14,7 +14,8 @@ const T: usize = 32768;
 fn timings() {
     let Some(device) = card() else { return };
     let make = |rows: usize, columns: usize| {
-        Tensor::<2>::random([rows, columns], Distribution::Normal(0.0, 0.02), (&device, DType::F32)).cast(DType::BF16)
+        Tensor::<2>::random([rows, columns], Distribution::Normal(0.0, 0.02), (&device, DType::F32))
+            .cast(DType::BF16)
     };
     let tracked = |x: Tensor<2>| x.autodiff().require_grad();
     let weight = |n: usize| make(1, n).reshape([n]);
@@ -22,7 +23,11 @@ fn timings() {
     time("linear 1024→3072", &device, || sum(ops::linear(x.clone(), w.clone())));
     let lora = |inner: usize, out: usize| {
         let x = tracked(make(T, inner));
-        let (w, a, b) = (make(out, inner), tracked(make(16, inner).cast(DType::F32)), tracked(make(out, 16).cast(DType::F32)));
+        let (w, a, b) = (
+            make(out, inner),
+            tracked(make(16, inner).cast(DType::F32)),
+            tracked(make(out, 16).cast(DType::F32)),
+        );
         let parts = [LoraPart { tokens: T, rank: 16, scale: 2.0, dropout: None }];
         time(&format!("lora {inner}→{out}"), &device, || {
             sum(ops::lora_linear(x.clone(), w.clone(), a.clone(), b.clone(), &parts))
@@ -36,7 +41,8 @@ fn timings() {
     let tables = rope(T, 128, &device);
     let q = tracked(make(T, 2048));
     time("qk_norm_rope 16×128", &device, || {
-        sum(ops::qk_norm_rope(q.clone().reshape([T, 16, 128]), Some(weight(128)), 1e-6, &tables).reshape([T, 2048]))
+        sum(ops::qk_norm_rope(q.clone().reshape([T, 16, 128]), Some(weight(128)), 1e-6, &tables)
+            .reshape([T, 2048]))
     });
     let (gate, up) = (tracked(make(T, 3072)), tracked(make(T, 3072)));
     time("swiglu 3072", &device, || sum(ops::swiglu(gate.clone(), up.clone())));
@@ -77,7 +83,8 @@ fn time(name: &str, device: &Device, op: impl Fn() -> Tensor<1>) {
             device.sync().unwrap();
             all = start.elapsed().as_secs_f64() * 100.0;
         }
-        line += &format!(" {}: {all:.3} ms (host {host:.3})", if backward { "with backward" } else { "forward" });
+        line +=
+            &format!(" {}: {all:.3} ms (host {host:.3})", if backward { "with backward" } else { "forward" });
     }
     eprintln!("{name:24}{line}");
 }

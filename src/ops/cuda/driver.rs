@@ -94,7 +94,10 @@ impl Gpu {
         unsafe {
             ok(cu::cuDevicePrimaryCtxRetain(&mut context, device), "its context")?;
             ok(cu::cuCtxSetCurrent(context), "its context")?;
-            ok(cu::cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32), "a stream")?;
+            ok(
+                cu::cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32),
+                "a stream",
+            )?;
             let untimed = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
             ok(cu::cuEventCreate(&mut before, untimed), "an event")?;
             ok(cu::cuEventCreate(&mut after, untimed), "an event")?;
@@ -209,7 +212,8 @@ fn libraries() -> Result<(), Unusable> {
     if !driver {
         return missing("libcuda.so", "install NVIDIA's driver, or set `device = \"auto\"`");
     }
-    let toolkit = "install CUDA's runtime libraries (12.5 or later), and name their folder in LD_LIBRARY_PATH";
+    let toolkit =
+        "install CUDA's runtime libraries (12.5 or later), and name their folder in LD_LIBRARY_PATH";
     if !products {
         return missing("libcublasLt.so", toolkit);
     }

@@ -152,7 +152,11 @@ fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 3], alignments: [u
     // SAFETY: each call gets a place for its result or a value of the size that it is told.
     unsafe {
         let compute = lt::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        must(lt::cublasLtMatmulDescCreate(&mut desc, compute, lt::cudaDataType_t::CUDA_R_32F), "create", &order);
+        must(
+            lt::cublasLtMatmulDescCreate(&mut desc, compute, lt::cudaDataType_t::CUDA_R_32F),
+            "create",
+            &order,
+        );
         for (attribute, value) in
             [(Desc::CUBLASLT_MATMUL_DESC_TRANSA, on_b), (Desc::CUBLASLT_MATMUL_DESC_TRANSB, on_a)]
         {
@@ -215,7 +219,16 @@ fn algorithm(
             must(status, "alignment", matrices);
         }
         let status = lt::cublasLtMatmulAlgoGetHeuristic(
-            handle, desc, a, b, out, out, preference, 1, &mut result, &mut found,
+            handle,
+            desc,
+            a,
+            b,
+            out,
+            out,
+            preference,
+            1,
+            &mut result,
+            &mut found,
         );
         must(status, "algorithm", matrices);
         must(lt::cublasLtMatmulPreferenceDestroy(preference), "preference", matrices);

@@ -128,8 +128,7 @@ impl<C: CheckpointStrategy> LossOps for Autodiff<Cube, C> {
 /// Σ in a fixed order, as a tensor of one element.
 fn total(losses: &CubeTensor) -> CubeTensor {
     let out = empty(losses, [1], DType::F32);
-    let arguments =
-        [pointer(losses).into(), pointer(&out).into(), losses.shape()[0].into(), 0usize.into()];
+    let arguments = [pointer(losses).into(), pointer(&out).into(), losses.shape()[0].into(), 0usize.into()];
     let module = Module::bf16(Files::Optimizer, 0);
     gpu(losses).enter(|side| side.launch(module, "sum_values", Grid::new(1, 256), &arguments));
     out
@@ -209,8 +208,7 @@ impl Call {
     fn run(&self, side: &mut Side<'_>, n: usize, chunk: usize) {
         let width = self.x.columns;
         let float32 = self.x.dtype == DType::F32;
-        let arguments =
-            [self.hidden.into(), self.rows.into(), self.x.pointer.into(), n.into(), width.into()];
+        let arguments = [self.hidden.into(), self.rows.into(), self.x.pointer.into(), n.into(), width.into()];
         let grid = Grid::new((n * width).div_ceil(2048), 256);
         side.launch(Module::of(Files::Rows, 0, float32), "gather_rows", grid, &arguments);
         for first in (0..n).step_by(chunk) {
@@ -287,8 +285,7 @@ impl Backward<Cube, 2> for HeadBackward {
 fn scatter(slopes: &CubeTensor, rows: &CubeTensor, factor: &CubeTensor, tokens: usize) -> CubeTensor {
     let [n, width] = [slopes.shape()[0], slopes.shape()[1]];
     let out = empty(slopes, [tokens, width], slopes.dtype);
-    let mut arguments: Vec<_> =
-        [slopes, rows, factor, &out].map(|x| pointer(x).into()).into_iter().collect();
+    let mut arguments: Vec<_> = [slopes, rows, factor, &out].map(|x| pointer(x).into()).into_iter().collect();
     arguments.extend([n, tokens, width].map(Arg::from));
     let module = Module::of(Files::Rows, 0, slopes.dtype == DType::F32);
     let grid = Grid::new((tokens * width).div_ceil(2048), 256);

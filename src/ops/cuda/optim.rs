@@ -40,7 +40,8 @@ fn primitive(x: Tensor<1>) -> CubeTensor {
 /// The pieces of a tensor's elements at these addresses.
 fn pieces(count: usize, [parameter, m, v, grad]: [u64; 4], weight_decay: f32) -> impl Iterator<Item = Piece> {
     (0..count).step_by(PIECE).map(move |first| {
-        let [parameter, m, v, grad] = [parameter, m, v, grad].map(|x| if x == 0 { 0 } else { x + 4 * first as u64 });
+        let [parameter, m, v, grad] =
+            [parameter, m, v, grad].map(|x| if x == 0 { 0 } else { x + 4 * first as u64 });
         let count = PIECE.min(count - first) as i32;
         Piece { parameter, m, v, grad, copy: 0, count, weight_decay }
     })
@@ -56,8 +57,7 @@ fn table(like: &CubeTensor, pieces: &[Piece]) -> CubeTensor {
 pub fn sum_squares(xs: Vec<Tensor<1>>) -> Tensor<1> {
     let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
     let like = &xs[0];
-    let list: Vec<Piece> =
-        xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, pointer(x)], 0.0)).collect();
+    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, pointer(x)], 0.0)).collect();
     let table = table(like, &list);
     let partials = empty(like, [list.len()], DType::F32);
     let out = empty(like, [1], DType::F32);
@@ -131,9 +131,8 @@ impl Copy {
     fn run(&self, side: &Side<'_>) {
         let bytes = self.from.shape().num_elements() * 4;
         // SAFETY: both are tensors of that many bytes, held until the launches are queued.
-        let result = unsafe {
-            cu::cuMemcpyDtoDAsync_v2(self.to_pointer, self.from_pointer, bytes, side.gpu.stream())
-        };
+        let result =
+            unsafe { cu::cuMemcpyDtoDAsync_v2(self.to_pointer, self.from_pointer, bytes, side.gpu.stream()) };
         must(result, "copying a parameter");
     }
 }

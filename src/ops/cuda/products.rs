@@ -17,7 +17,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::driver::Side;
 use super::gemm::Matrix;
-use super::tensor::{cast, dense, empty, gpu, is_on_card, matrix, record};
+use super::tensor::{cast, empty, gpu, is_on_card, matrix, record, rows};
 use crate::ops::LoraPart;
 
 /// Products with a weight.
@@ -68,7 +68,7 @@ pub fn lora_linear(
 
 impl ProductOps for Cube {
     fn cuda_linear(x: CubeTensor, weight: CubeTensor) -> CubeTensor {
-        let (x, weight) = (dense(x), dense(weight));
+        let (x, weight) = (rows(x), rows(weight));
         let out = empty(&x, [x.shape()[0], weight.shape()[0]], x.dtype);
         let [m, w, to] = [&x, &weight, &out].map(matrix);
         gpu(&x).enter(|side| side.product(m, w.t(), to, 1.0, 0.0));
@@ -82,8 +82,8 @@ impl ProductOps for Cube {
         b: CubeTensor,
         parts: Vec<LoraPart>,
     ) -> CubeTensor {
-        let (a, b) = (dense(cast(a, x.dtype)), dense(cast(b, x.dtype)));
-        lora_forward(&dense(x), &dense(weight), &a, &b, &parts).0
+        let (a, b) = (rows(cast(a, x.dtype)), rows(cast(b, x.dtype)));
+        lora_forward(&rows(x), &rows(weight), &a, &b, &parts).0
     }
 }
 
@@ -157,7 +157,7 @@ impl<C: CheckpointStrategy> ProductOps for Autodiff<Cube, C> {
     fn cuda_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         let prepared = LinearBackward.prepare::<C>([x.node(), weight.node()]).compute_bound().stateful();
         let tracked = [x.is_tracked(), weight.is_tracked()];
-        let (x, weight) = (dense(x.into_primitive()), dense(weight.into_primitive()));
+        let (x, weight) = (rows(x.into_primitive()), rows(weight.into_primitive()));
         let out = Cube::cuda_linear(x.clone(), weight.clone());
         let state = || LinearState { x: tracked[1].then_some(x), weight: tracked[0].then_some(weight) };
         record(prepared, state, out)
@@ -175,8 +175,8 @@ impl<C: CheckpointStrategy> ProductOps for Autodiff<Cube, C> {
         let tracked = [x.is_tracked(), weight.is_tracked(), a.is_tracked(), b.is_tracked()];
         let [x, weight, a, b] = [x, weight, a, b].map(|tensor| tensor.into_primitive());
         let dtypes = [a.dtype, b.dtype];
-        let (x, weight) = (dense(x), dense(weight));
-        let (a, b) = (dense(cast(a, x.dtype)), dense(cast(b, x.dtype)));
+        let (x, weight) = (rows(x), rows(weight));
+        let (a, b) = (rows(cast(a, x.dtype)), rows(cast(b, x.dtype)));
         let (out, h) = lora_forward(&x, &weight, &a, &b, &parts);
         let state = || LoraState { x, weight, a, b, h: tracked[3].then_some(h), dtypes, parts };
         record(prepared, state, out)
@@ -196,7 +196,7 @@ impl Backward<Cube, 2> for LinearBackward {
     type State = LinearState;
 
     fn backward(self, ops: Ops<LinearState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = dense(grads.consume::<Cube>(&ops.node));
+        let grad = rows(grads.consume::<Cube>(&ops.node));
         let [t, out] = [grad.shape()[0], grad.shape()[1]];
         let g = matrix(&grad);
         let [x_node, weight_node] = ops.parents;
@@ -235,7 +235,7 @@ impl Backward<Cube, 4> for LoraBackward {
     type State = LoraState;
 
     fn backward(self, ops: Ops<LoraState, 4>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = dense(grads.consume::<Cube>(&ops.node));
+        let grad = rows(grads.consume::<Cube>(&ops.node));
         let state = ops.state;
         let [x_node, weight_node, a_node, b_node] = ops.parents;
         let like = |wanted: bool, x: &CubeTensor, dtype| wanted.then(|| empty(x, x.shape(), dtype));

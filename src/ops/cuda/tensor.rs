@@ -60,19 +60,32 @@ pub fn upload(like: &CubeTensor, bytes: &[u8], shape: impl Into<Shape>, dtype: D
 /// The tensor in row-major order without gaps.
 pub fn dense(x: CubeTensor) -> CubeTensor {
     let x = into_contiguous(x);
-    let compact = x.meta.strides().iter().rev().zip(x.shape().iter().rev()).try_fold(1, |step, (s, n)| {
-        (*s == step || *n == 1).then_some(step * n)
-    });
+    let compact = x
+        .meta
+        .strides()
+        .iter()
+        .rev()
+        .zip(x.shape().iter().rev())
+        .try_fold(1, |step, (s, n)| (*s == step || *n == 1).then_some(step * n));
     assert!(compact.is_some(), "a contiguous tensor has no gaps: {x:?}");
     x
 }
 
-/// A dense tensor of `[.., columns]` as a matrix of rows of its last dimension.
+/// The matrix with whole rows in row-major order; between rows there may be gaps (CubeCL aligns rows
+/// to 512 bytes).
+pub fn rows(x: CubeTensor) -> CubeTensor {
+    let (shape, strides) = (x.shape(), x.meta.strides());
+    let keeps = shape.num_dims() == 2 && !x.meta.is_tiled() && strides[1] == 1 && strides[0] >= shape[1];
+    if keeps { x } else { dense(x) }
+}
+
+/// What [`rows`] or [`dense`] has returned, as a matrix of rows of its last dimension.
 pub fn matrix(x: &CubeTensor) -> Matrix {
     let shape = x.shape();
     let columns = shape[shape.num_dims() - 1];
     let rows = shape.num_elements().checked_div(columns).unwrap_or(0);
-    Matrix { pointer: pointer(x), rows, columns, stride: columns, dtype: x.dtype, transposed: false }
+    let stride = if shape.num_dims() == 2 && rows > 1 { x.meta.strides()[0] } else { columns };
+    Matrix { pointer: pointer(x), rows, columns, stride, dtype: x.dtype, transposed: false }
 }
 
 /// The tensor in another type.

@@ -86,7 +86,8 @@ impl Shape {
             (0..self.groups).map(|g| (g * shared..(g + 1) * shared).collect()).collect();
         let keys: Vec<Vec<usize>> = (0..self.groups).map(|g| vec![g]).collect();
         let queries = self.entries(&queries, row, multiprocessors, |tile, _| tile + 1);
-        let keys = self.entries(&keys, row * shared, multiprocessors, |tile, tiles| (tiles - tile) * 2 * shared);
+        let keys =
+            self.entries(&keys, row * shared, multiprocessors, |tile, tiles| (tiles - tile) * 2 * shared);
         Lists {
             queries: List::new(like, &queries),
             keys: List::new(like, &keys),
@@ -159,7 +160,8 @@ mod tests {
         let mut wanted: Vec<Entry> = Vec::new();
         for (d, w) in cu_seqlens.windows(2).enumerate() {
             for tile in 0..(w[1] - w[0]).div_ceil(128) {
-                let of_head = |head: usize| [tile as i32, w[0] as i32, (w[1] - w[0]) as i32, (d * 1024 + head) as i32];
+                let of_head =
+                    |head: usize| [tile as i32, w[0] as i32, (w[1] - w[0]) as i32, (d * 1024 + head) as i32];
                 wanted.extend((0..4).map(of_head));
             }
         }
