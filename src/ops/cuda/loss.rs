@@ -44,8 +44,20 @@ pub trait LossOps: Backend {
 /// Whether the kernels take these tensors.
 pub fn takes(hidden: &Tensor<2>, weight: &Tensor<2>, rows: &Tensor<1, Int>) -> bool {
     let same = hidden.dtype() == weight.dtype() && hidden.dims()[1] == weight.dims()[1];
-    let wide = hidden.dims()[1].is_multiple_of(8) && hidden.dims()[0] > 0 && rows.dims()[0] > 0;
-    is_on_card(hidden) && is_on_card(weight) && same && wide
+    let full = hidden.dims()[0] > 0 && rows.dims()[0] > 0;
+    is_on_card(hidden) && is_on_card(weight) && same && full
+}
+
+/// With zeros up to whole chunks of 8 columns, as the kernels want them: they change no product.
+fn whole_chunks(x: Tensor<2>) -> Tensor<2> {
+    let [rows, width] = x.dims();
+    match width.next_multiple_of(8) - width {
+        0 => x,
+        missing => {
+            let zeros = Tensor::zeros([rows, missing], (&x.device().without_autodiff(), x.dtype()));
+            Tensor::cat(vec![x, zeros], 1)
+        }
+    }
 }
 
 /// See [`crate::ops::linear_cross_entropy`].
@@ -56,7 +68,7 @@ pub fn linear_cross_entropy(
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
     assert_eq!(rows.dims(), targets.dims(), "linear_cross_entropy: rows and targets");
-    let (hidden, weight) = (hidden.into_dispatch(), weight.into_dispatch());
+    let [hidden, weight] = [hidden, weight].map(|x| whole_chunks(x).into_dispatch());
     let [rows, targets] = [rows, targets].map(|x| x.inner().cast(DType::I32).into_dispatch());
     Tensor::from_dispatch(<Dispatch as LossOps>::cuda_loss(hidden, weight, rows, targets))
 }
@@ -69,7 +81,7 @@ pub fn token_losses(
     targets: Tensor<1, Int>,
 ) -> Tensor<1> {
     assert_eq!(rows.dims(), targets.dims(), "token_losses: rows and targets");
-    let (hidden, weight) = (hidden.into_dispatch(), weight.into_dispatch());
+    let [hidden, weight] = [hidden, weight].map(|x| whole_chunks(x).into_dispatch());
     let [rows, targets] = [rows, targets].map(|x| x.inner().cast(DType::I32).into_dispatch());
     Tensor::from_dispatch(<Dispatch as LossOps>::cuda_token_losses(hidden, weight, rows, targets))
 }
