@@ -36,8 +36,8 @@ table! {
         num_epochs: Option<usize> = None, 1..=100_000;
         /// Seed of adapter initialisation and dropout. The order of the data has its own, `data.seed`.
         seed: u64 = 0;
-        /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`) or several (`cuda:0,1`).
-        /// `auto` takes the best there is.
+        /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`); several
+        /// (`cuda:0,1`) are not in yet. `auto` takes the best there is.
         device: String = "auto".into();
         /// The run folder: checkpoints, weights, metrics, logs and the resolved configuration.
         output_dir: PathBuf = "outputs".into();
@@ -46,7 +46,7 @@ table! {
         /// Write the resolved configuration to `output_dir/configs/sft.toml` (`sft.dry-run.toml` beside an earlier run's)
         /// and stop.
         dry_run: bool = false;
-        /// How long a rank waits for the others.
+        /// How long a rank waits for the others; no effect with one rank, all that there is for now.
         dist_timeout_seconds: u64 = 600, 1..;
         /// The model and how it is held.
         model: ModelConfig = ModelConfig::default();
@@ -471,11 +471,11 @@ table! {
 table! {
     /// Exported weights.
     pub struct WeightsConfig {
-        /// Split large models into several files with an index.
+        /// No effect: weights above 5 GB are always split, with an index.
         save_sharded: bool = true;
         /// The file format.
         save_format: String = "safetensors".into(), &["safetensors"];
-        /// Write the adapter by itself as well; needs `[model.lora]`.
+        /// No effect: a LoRA run always writes its adapter, and nothing else; needs `[model.lora]`.
         save_adapter_separately: bool = false;
     }
 }
