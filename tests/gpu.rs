@@ -71,8 +71,8 @@ fn training_is_that_of_the_reference() {
     }
 }
 
-/// bf16 keeps 8 bits: a value is off by up to 2^-9 of itself at each rounding. Over a tiny random
-/// model's few layers that makes about 1 % of a loss's distance from ln v and of a gradient's length.
+/// bf16 keeps 8 bits. PEFT itself with a bf16 base on a CPU is off by 0.027 to 0.049 in these gradients, by 0.057
+/// in `lora/qv` and by 0.116 in `lora/lm-head`: small random models with steep softmaxes.
 #[test]
 fn in_bf16_losses_and_gradients_stay_near_those_in_f32() {
     let Some(device) = card() else { return };
@@ -94,7 +94,7 @@ fn in_bf16_losses_and_gradients_stay_near_those_in_f32() {
             }
             let error = relative(&all, &reference);
             eprintln!("{}: loss {mean:.5} ({want:.5}), gradients off by {error:.1e}", case.name);
-            assert!(error < 0.05, "{}: gradients off by {error}", case.name);
+            assert!(error < 0.15, "{}: gradients off by {error}", case.name);
         }
     }
 }
