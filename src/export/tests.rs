@@ -6,7 +6,7 @@ use burn::store::{ModuleSnapshot, ModuleStore};
 use burn::tensor::{DType, Device, Tensor};
 
 use super::*;
-use crate::config::{InitLoraWeights, TargetModules};
+use crate::config::{LoraConfig, TargetModules};
 use crate::data::Batch;
 use crate::model::{Checkpoint, LoraSpec};
 
@@ -19,20 +19,8 @@ fn load(dir: &Path) -> Decoder {
 }
 
 fn spec(targets: &[&str]) -> LoraSpec {
-    LoraSpec {
-        rank: 3,
-        alpha: 12.0,
-        dropout: 0.0,
-        target_modules: TargetModules::List(targets.iter().map(|t| t.to_string()).collect()),
-        exclude_modules: None,
-        modules_to_save: vec![],
-        use_rslora: false,
-        rank_pattern: vec![],
-        alpha_pattern: vec![],
-        layers_to_transform: None,
-        layers_pattern: vec![],
-        init: InitLoraWeights::Default,
-    }
+    let target_modules = TargetModules::List(targets.iter().map(|t| t.to_string()).collect());
+    LoraSpec::from_config(&LoraConfig { rank: 3, alpha: 12.0, target_modules, ..LoraConfig::default() })
 }
 
 /// Every trainable value moved, so that nothing is as it was loaded.

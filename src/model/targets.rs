@@ -352,7 +352,7 @@ fn layer_of(module: &str, patterns: &[String]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::InitLoraWeights;
+    use crate::config::LoraConfig;
 
     fn modules(layers: usize) -> Modules {
         let mut names = vec!["model.embed_tokens.weight".to_string()];
@@ -371,20 +371,7 @@ mod tests {
     }
 
     fn spec(target_modules: TargetModules) -> LoraSpec {
-        LoraSpec {
-            rank: 4,
-            alpha: 8.0,
-            dropout: 0.0,
-            target_modules,
-            exclude_modules: None,
-            modules_to_save: vec![],
-            use_rslora: false,
-            rank_pattern: vec![],
-            alpha_pattern: vec![],
-            layers_to_transform: None,
-            layers_pattern: vec![],
-            init: InitLoraWeights::Default,
-        }
+        LoraSpec::from_config(&LoraConfig { rank: 4, alpha: 8.0, target_modules, ..LoraConfig::default() })
     }
 
     fn found(spec: &LoraSpec) -> Vec<String> {

@@ -5,7 +5,7 @@ use burn::store::ModuleSnapshot;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::*;
-use crate::config::{InitLoraWeights, TargetModules};
+use crate::config::{InitLoraWeights, LoraConfig, TargetModules};
 use crate::data::Batch;
 
 fn config(tied: bool) -> HfConfig {
@@ -33,20 +33,8 @@ fn config(tied: bool) -> HfConfig {
 }
 
 fn spec(rank: usize, alpha: f64, targets: &[&str]) -> LoraSpec {
-    LoraSpec {
-        rank,
-        alpha,
-        dropout: 0.0,
-        target_modules: TargetModules::List(targets.iter().map(|t| t.to_string()).collect()),
-        exclude_modules: None,
-        modules_to_save: vec![],
-        use_rslora: false,
-        rank_pattern: vec![],
-        alpha_pattern: vec![],
-        layers_to_transform: None,
-        layers_pattern: vec![],
-        init: InitLoraWeights::Default,
-    }
+    let target_modules = TargetModules::List(targets.iter().map(|t| t.to_string()).collect());
+    LoraSpec::from_config(&LoraConfig { rank, alpha, target_modules, ..LoraConfig::default() })
 }
 
 fn random(tied: bool) -> Decoder {

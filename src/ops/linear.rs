@@ -43,7 +43,7 @@ impl<C: CheckpointStrategy> LinearOps for Autodiff<Flex, C> {
             let x_state = weight.is_tracked().then(|| x.primitive().clone());
             (x_state, x.is_tracked().then(|| weight.primitive().clone()))
         };
-        flex::record(prepared, state, out)
+        super::tape::record(prepared, state, out)
     }
 }
 

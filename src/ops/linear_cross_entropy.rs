@@ -96,7 +96,7 @@ impl<C: CheckpointStrategy> LinearCrossEntropyOps for Autodiff<Flex, C> {
         let [tokens, vocabulary, width] =
             [head.hidden.shape()[0], head.weight.shape()[0], head.weight.shape()[1]];
         let state = || State { slopes, rows: head.rows, tokens, weight_shape: [vocabulary, width] };
-        flex::record(prepared, state, loss)
+        super::tape::record(prepared, state, loss)
     }
 }
 

@@ -47,6 +47,8 @@ mod rms_norm;
 mod rope;
 #[cfg(feature = "flex")]
 mod swiglu;
+#[cfg(any(feature = "flex", feature = "cuda"))]
+mod tape;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
@@ -188,6 +190,9 @@ pub fn linear(x: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
 /// # Shapes
 /// - x: `[t, in]`, weight: `[out, in]`, a: `[Σ rank, in]`, b: `[out, Σ rank]` → `[t, out]`
 /// - parts: in run order; Σ tokens = t, Σ rank = rows of a
+///
+/// # Panics
+/// Where a shape or a sum over the parts is another.
 pub fn lora_linear(
     x: Tensor<2>,
     weight: Tensor<2>,
@@ -195,6 +200,12 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
+    let ([t, inner], [out, _]) = (x.dims(), weight.dims());
+    let (tokens, ranks) = parts.iter().fold((0, 0), |sum, part| (sum.0 + part.tokens, sum.1 + part.rank));
+    assert_eq!(weight.dims()[1], inner, "lora_linear: width of x and of the weight");
+    assert_eq!(a.dims(), [ranks, inner], "lora_linear: A, from the parts' ranks and the width of x");
+    assert_eq!(b.dims(), [out, ranks], "lora_linear: B, from the weight's rows and the parts' ranks");
+    assert_eq!(tokens, t, "lora_linear: the parts' tokens and rows of x");
     #[cfg(feature = "cuda")]
     if cuda::products::takes(&x, &weight) {
         return match parts.iter().any(|part| part.dropout.is_some()) {

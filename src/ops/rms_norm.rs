@@ -61,7 +61,7 @@ impl<C: CheckpointStrategy> RmsNormOps for Autodiff<Flex, C> {
             eps: eps as f32,
             weight_is_tracked: weight.is_tracked(),
         };
-        flex::record(prepared, state, out)
+        super::tape::record(prepared, state, out)
     }
 }
 

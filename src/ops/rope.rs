@@ -138,14 +138,14 @@ impl<C: CheckpointStrategy> RopeOps for Autodiff<Flex, C> {
             x_is_tracked: x.is_tracked(),
             weight_is_tracked: weight.is_tracked(),
         };
-        flex::record(prepared, state, out)
+        super::tape::record(prepared, state, out)
     }
 
     fn rope(x: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>) -> FloatTensor<Self> {
         let prepared = RopeBackward.prepare::<C>([x.node()]).compute_bound().stateful();
         let tables = Tables::new(cos.into_primitive(), sin.into_primitive());
         let out = each_head(x.into_primitive(), &tables, rotate);
-        flex::record(prepared, || tables, out)
+        super::tape::record(prepared, || tables, out)
     }
 }
 

@@ -43,7 +43,7 @@ impl<C: CheckpointStrategy> SwigluOps for Autodiff<Flex, C> {
         let prepared = SwigluBackward.prepare::<C>([gate.node(), up.node()]).compute_bound().stateful();
         let out = Flex::swiglu(gate.primitive().clone(), up.primitive().clone());
         let state = || (gate.primitive().clone(), gate.is_tracked().then(|| up.primitive().clone()));
-        flex::record(prepared, state, out)
+        super::tape::record(prepared, state, out)
     }
 }
 

@@ -124,7 +124,7 @@ impl<C: CheckpointStrategy> AttentionOps for Autodiff<Flex, C> {
         let layout = Layout::new(&q, &k, cu_seqlens, scale);
         let (out, lse) = forward::forward(flex::values(&q), flex::values(&k), flex::values(&v), &layout);
         let out = flex::tensor(out, q.shape());
-        flex::record(prepared, || State { q, k, v, lse, layout, tracked }, out)
+        super::tape::record(prepared, || State { q, k, v, lse, layout, tracked }, out)
     }
 }
 

@@ -16,9 +16,10 @@ use burn::tensor::{DType, Tensor, activation};
 use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::sys as cu;
 
+use super::super::tape::record;
 use super::driver::{Gpu, must};
 use super::kernels::{Arg, Files, Grid, Module};
-use super::tensor::{dense, empty, gpu, is_on_card, pointer, record};
+use super::tensor::{dense, empty, gpu, is_on_card, pointer};
 use super::work::{Lists, Shape, lists};
 use crate::ops::{self, Documents};
 

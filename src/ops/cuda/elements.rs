@@ -11,8 +11,9 @@ use burn::backend::{Autodiff, Backend, Cube, Dispatch, TensorMetadata, backend_e
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::tensor::CubeTensor;
 
+use super::super::tape::record;
 use super::kernels::{Arg, Files, Grid, Module};
-use super::tensor::{dense, empty, gpu, is_on_card, pointer, record};
+use super::tensor::{dense, empty, gpu, is_on_card, pointer};
 use crate::ops::Rope;
 
 /// The row-wise ops.

@@ -14,10 +14,11 @@ use burn::backend::{Autodiff, Backend, Cube, Dispatch, TensorMetadata, backend_e
 use burn::tensor::{DType, Int, Tensor};
 use burn_cubecl::tensor::CubeTensor;
 
+use super::super::tape::record;
 use super::driver::Side;
 use super::gemm::Matrix;
 use super::kernels::{Arg, CE_THREADS, Files, Grid, Module};
-use super::tensor::{cast, dense, empty, gpu, is_on_card, matrix, pointer, record};
+use super::tensor::{cast, dense, empty, gpu, is_on_card, matrix, pointer};
 
 /// Bytes of a chunk's logits, about.
 const CHUNK: usize = 2 << 30;

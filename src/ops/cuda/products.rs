@@ -15,9 +15,10 @@ use burn::backend::{Autodiff, Backend, Cube, Dispatch, TensorMetadata, backend_e
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::tensor::CubeTensor;
 
+use super::super::tape::record;
 use super::driver::Side;
 use super::gemm::Matrix;
-use super::tensor::{cast, empty, gpu, is_on_card, matrix, record, rows};
+use super::tensor::{cast, empty, gpu, is_on_card, matrix, rows};
 use crate::ops::LoraPart;
 
 /// Products with a weight.
@@ -56,12 +57,6 @@ pub fn lora_linear(
     b: Tensor<2>,
     parts: &[LoraPart],
 ) -> Tensor<2> {
-    let ([t, inner], [out, _]) = (x.dims(), weight.dims());
-    let (tokens, ranks) = parts.iter().fold((0, 0), |sum, part| (sum.0 + part.tokens, sum.1 + part.rank));
-    assert_eq!(weight.dims()[1], inner, "lora_linear: width of x and of the weight");
-    assert_eq!(a.dims(), [ranks, inner], "lora_linear: A, from the parts' ranks and the width of x");
-    assert_eq!(b.dims(), [out, ranks], "lora_linear: B, from the weight's rows and the parts' ranks");
-    assert_eq!(tokens, t, "lora_linear: the parts' tokens and rows of x");
     let [x, weight, a, b] = [x, weight, a, b].map(Tensor::into_dispatch);
     Tensor::from_dispatch(<Dispatch as ProductOps>::cuda_lora_linear(x, weight, a, b, parts.to_vec()))
 }

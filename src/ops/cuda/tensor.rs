@@ -1,9 +1,6 @@
 //! CubeCL's tensors as addresses, and new ones.
 
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::ops::{Backward, OpsKind};
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Cube, DispatchDevice, TensorMetadata};
+use burn::backend::{DispatchDevice, TensorMetadata};
 use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::cubecl::cuda::CudaRuntime;
@@ -91,21 +88,4 @@ pub fn matrix(x: &CubeTensor) -> Matrix {
 /// The tensor in another type.
 pub fn cast(x: CubeTensor, dtype: DType) -> CubeTensor {
     if x.dtype == dtype { x } else { burn_cubecl::kernel::cast(x, dtype) }
-}
-
-/// Ends the recording of an op: its state is made only if some parent is tracked.
-pub fn record<S, O, C, const N: usize>(
-    prepared: OpsKind<O, Cube, S, C, N>,
-    state: impl FnOnce() -> S,
-    output: CubeTensor,
-) -> FloatTensor<Autodiff<Cube, C>>
-where
-    S: Clone + Send + std::fmt::Debug + 'static,
-    O: Backward<Cube, N, State = S>,
-    C: CheckpointStrategy,
-{
-    match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(state(), output),
-        OpsKind::UnTracked(prepared) => prepared.finish(output),
-    }
 }

@@ -1,5 +1,5 @@
 //! What the CPU versions of the ops share: access to the values of Flex tensors, memory for
-//! results, matrix products (`gemm`), vectorised functions (`simd`) and tape nodes.
+//! results, matrix products (`gemm`) and vectorised functions (`simd`).
 //!
 //! Every kernel of the CPU versions keeps two rules. A value that is a sum is summed in an order
 //! that depends on shapes alone, never on the number of threads or their timing. And a row of a
@@ -7,10 +7,7 @@
 
 use std::mem::MaybeUninit;
 
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::ops::{Backward, OpsKind};
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, DispatchDevice, Flex};
+use burn::backend::{DispatchDevice, Flex};
 use burn::tensor::{BackendPrimitive, DType, Device, Shape, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
@@ -97,22 +94,5 @@ impl Buffer {
         let (pointer, len, capacity) = (memory.as_mut_ptr(), memory.len(), memory.capacity());
         // SAFETY: same allocation, same layout of elements; the caller vouches for the contents.
         unsafe { Vec::from_raw_parts(pointer.cast::<f32>(), len, capacity) }
-    }
-}
-
-/// Ends the recording of an op: its state is made only if some parent is tracked.
-pub fn record<S, O, C, const N: usize>(
-    prepared: OpsKind<O, Flex, S, C, N>,
-    state: impl FnOnce() -> S,
-    output: FlexTensor,
-) -> FloatTensor<Autodiff<Flex, C>>
-where
-    S: Clone + Send + std::fmt::Debug + 'static,
-    O: Backward<Flex, N, State = S>,
-    C: CheckpointStrategy,
-{
-    match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(state(), output),
-        OpsKind::UnTracked(prepared) => prepared.finish(output),
     }
 }
