@@ -97,7 +97,7 @@ pub struct Checkpoint {
 }
 
 /// What a run begins with.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Start {
     /// From the model's own weights.
     Fresh,
@@ -131,6 +131,11 @@ impl RunFolder {
     /// The log file.
     pub fn log(&self) -> PathBuf {
         self.root.join("logs").join("trainer.log")
+    }
+
+    /// The log file of a rank other than 0.
+    pub fn rank_log(&self, rank: usize) -> PathBuf {
+        self.root.join("logs").join(format!("rank_{rank}.log"))
     }
 
     /// Decides where the run begins; changes nothing.

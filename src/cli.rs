@@ -9,8 +9,8 @@ use tracing::Level;
 
 use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference, SftConfig};
-use crate::report::log::{self, LogFile};
-use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
+use crate::report::log::{self, LogFile, ToFile};
+use crate::report::{Both, Event, LineFormat, Plain, Report};
 use crate::{Error, Result, SftLearner, StopFlag, Summary, export, hub, train};
 
 mod again;
@@ -268,48 +268,6 @@ fn about_base(error: Error) -> Error {
         Error::Hub { message, hint } => Error::Hub { message: named(message), hint },
         Error::Model { path, message, hint } => Error::Model { path, message: named(message), hint },
         other => other,
-    }
-}
-
-/// The log file as a listener: opened when the run's folder is ready.
-struct ToFile {
-    file: Option<(LogFile, Plain<LogFile>)>,
-}
-
-impl ToFile {
-    fn new(file: Option<LogFile>, format: LineFormat, level: Level) -> Self {
-        Self { file: file.map(|file| (file.clone(), Plain::new(file, format).from_level(level))) }
-    }
-}
-
-impl Report for ToFile {
-    fn progress(&mut self, _: &str, _: usize, _: usize) {}
-
-    fn start(&mut self, run: &RunInfo) {
-        if let Some((file, plain)) = &mut self.file {
-            if let Err(error) = file.open() {
-                tracing::warn!("no log file: {error}");
-            }
-            plain.start(run);
-        }
-    }
-
-    fn step(&mut self, metrics: &StepMetrics) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.step(metrics);
-        }
-    }
-
-    fn event(&mut self, event: &Event) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.event(event);
-        }
-    }
-
-    fn finish(&mut self, summary: &Summary) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.finish(summary);
-        }
     }
 }
 

@@ -13,7 +13,7 @@ use burn::tensor::{DType, Device, Tensor};
 use common::goldens::{root, tensors};
 use common::run::RunDir;
 use embertune::config::{LoraConfig, OptimConfig, OptimKind};
-use embertune::data::Batch;
+use embertune::data::{Batch, Stream};
 use embertune::model::{Decoder, LoraSpec};
 use embertune::train::optim::Optimizer;
 use embertune::train::step::{StepOptions, forward_backward};
@@ -167,7 +167,7 @@ fn batch(first: u32, trained: bool) -> Batch {
         loss_mask: (0..t).map(|i| trained && i < 19 && i != 9 && i % 3 == 0).collect(),
         cu_seqlens: ends.to_vec(),
         run_tokens: vec![t as usize],
-        first_token: u64::from(first) * 1000,
+        stream: Stream::unbroken(u64::from(first) * 1000),
     }
 }
 
@@ -205,7 +205,7 @@ fn recomputation_gives_the_same_bits() {
 fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
     let model = with_lora(0.5);
     let loss = |seed, first_token| {
-        let batch = Batch { first_token, ..batch(3, true) };
+        let batch = Batch { stream: Stream::unbroken(first_token), ..batch(3, true) };
         let sums = forward_backward(&model, &[batch], &StepOptions { recompute: None, dropout_seed: seed });
         sums.unwrap().loss
     };

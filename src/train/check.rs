@@ -5,6 +5,7 @@ use std::fmt::{self, Display, Formatter};
 
 use burn::tensor::DType;
 
+use super::ranks::{Ranks, World};
 use super::setup;
 use crate::config::{OptimKind, Plan, SftConfig};
 use crate::data::DataReport;
@@ -40,7 +41,7 @@ pub struct Checked {
 /// What would keep the run from starting.
 pub fn check(config: &SftConfig) -> Result<Checked> {
     setup::check_folders(config)?;
-    let plan = Plan::new(config, 1)?;
+    let plan = Plan::new(config, World::of(config)?.ranks())?;
     let mut warnings = Warnings::default();
     let selected = setup::device(config, &plan, &mut warnings)?;
     let dtype = compute_dtype(&selected, &config.model.dtype)?;
@@ -50,7 +51,7 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
     let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
     let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
     warnings.0.extend(sizes.warnings.iter().cloned());
-    let data = setup::data(config, &base, &hf, &mut warnings)?;
+    let data = setup::data(config, &base, &hf, &Ranks::alone(&plan), &mut warnings)?;
     let report = data.loader.report().clone();
     plan.total_steps((report.rows > 0).then(|| report.steps_per_epoch()))?;
     Ok(Checked {

@@ -4,6 +4,7 @@ pub mod check;
 pub mod eval;
 pub mod metrics;
 pub mod optim;
+pub mod ranks;
 mod resume;
 pub mod schedule;
 mod setup;

@@ -19,6 +19,7 @@ use std::time::Instant;
 use super::eval::held_out_loss;
 use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
+use super::ranks::{Ranks, World};
 use super::resume::{self, Begun};
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
@@ -36,6 +37,7 @@ use crate::{Error, Result};
 pub struct SftLearner {
     config: SftConfig,
     plan: Plan,
+    world: World,
 }
 
 /// Asks a run to stop after the step at hand. Clones share the flag.
@@ -61,8 +63,9 @@ impl SftLearner {
     /// Every rule of the configuration that doesn't hold.
     pub fn new(config: SftConfig) -> Result<Self> {
         setup::check_folders(&config)?;
-        let plan = Plan::new(&config, 1)?;
-        Ok(Self { config, plan })
+        let world = World::of(&config)?;
+        let plan = Plan::new(&config, world.ranks())?;
+        Ok(Self { config, plan, world })
     }
 
     /// Trains to the end.
@@ -84,15 +87,18 @@ impl SftLearner {
             report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
             return Ok(Summary::default());
         }
-        let mut run = Run::set_up(&self.config, &self.plan, report, stop)?;
-        run.train(report, stop)?;
-        run.finish(report)
+        self.world.run(&self.config, &self.plan, report, &|ranks: Ranks, report: &mut dyn Report| {
+            let mut run = Run::set_up(&self.config, ranks, report, stop)?;
+            run.train(report, stop)?;
+            run.finish(report)
+        })
     }
 }
 
-/// All that a run holds while it trains.
+/// All that a rank of a run holds while it trains.
 struct Run<'a> {
     config: &'a SftConfig,
+    ranks: Ranks,
     folder: RunFolder,
     /// No other run writes to the folder while this one lives.
     _locks: Locks,
@@ -106,7 +112,8 @@ struct Run<'a> {
     speed: setup::Speed,
     keys: resume::Keys,
     progress: Progress,
-    metrics: MetricsFile,
+    /// Rank 0's.
+    metrics: Option<MetricsFile>,
     summary: Summary,
     started: Instant,
 }
@@ -114,24 +121,34 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     /// Everything before the first step. What a user can get wrong fails here, before anything in
     /// the run's folder is touched.
-    fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report, stop: &StopFlag) -> Result<Self> {
+    fn set_up(
+        config: &'a SftConfig,
+        mut ranks: Ranks,
+        report: &mut dyn Report,
+        stop: &StopFlag,
+    ) -> Result<Self> {
         let started = Instant::now();
         let folder = RunFolder::new(config);
-        folder.check_writable()?;
-        let mut locks = Locks::of_existing(&folder)?;
-        let start = folder.start(config)?;
+        let selected = setup::device(config, ranks.plan(), report)?;
+        ranks.on_device(&selected.device)?;
+        let mut locks = Locks::default();
+        let start = ranks.from_first(|| {
+            folder.check_writable()?;
+            locks = Locks::of_existing(&folder)?;
+            folder.start(config)
+        })?;
 
-        // ---- device, model, adapters, data, optimizer ----
-        let selected = setup::device(config, plan, report)?;
-        go_on(config, stop)?;
-        let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
-        go_on(config, stop)?;
-        let mut data = setup::data(config, &base, model.config(), report)?;
+        // ---- model, adapters, data, optimizer ----
+        go_on(config, &ranks, stop)?;
+        let setup::Loaded { base, mut model, mut details } =
+            setup::model(config, ranks.plan(), &selected, report)?;
+        go_on(config, &ranks, stop)?;
+        let mut data = setup::data(config, &base, model.config(), &ranks, report)?;
         details.push(setup::describe_data(&data.loader));
         let mut optimizer = setup::optimizer(config, &model);
 
         // ---- what an earlier process left ----
-        go_on(config, stop)?;
+        go_on(config, &ranks, stop)?;
         let keys = resume::keys(config, &base)?;
         let begun = match &start {
             Start::Fresh => Begun::default(),
@@ -143,20 +160,31 @@ impl<'a> Run<'a> {
         let schedule = setup::schedule(config, &begun, max_steps)?;
 
         // ---- the run's folder ----
-        go_on(config, stop)?;
-        locks.add_all(&folder)?;
-        if folder.start(config)? != start {
-            let hint = "start again";
-            return Err(Error::checkpoint(&folder.root, "another run has saved here in the meantime", hint));
-        }
-        folder.make_ready(config, &start, &mut |note| report.event(&Event::Note(note)))?;
-        folder.write_config(&config.to_toml())?;
-        let metrics = MetricsFile::open(&folder.metrics(), begun.progress.step)?;
-        if let Some(old) = &metrics.old {
-            report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));
-        }
+        go_on(config, &ranks, stop)?;
+        setup::agree(&ranks, config, &keys, &data.loader)?;
+        let mut metrics = None;
+        ranks.from_first(|| {
+            locks.add_all(&folder)?;
+            if folder.start(config)? != start {
+                let hint = "start again";
+                return Err(Error::checkpoint(
+                    &folder.root,
+                    "another run has saved here in the meantime",
+                    hint,
+                ));
+            }
+            metrics = Some(setup::folder(config, &folder, &start, begun.progress.step, report)?);
+            Ok(())
+        })?;
 
-        report.start(&setup::info(config, &selected, &model, details, (begun.progress.step, max_steps)));
+        report.start(&setup::info(
+            config,
+            &ranks,
+            &selected,
+            &model,
+            details,
+            (begun.progress.step, max_steps),
+        ));
         begun.changes.iter().for_each(|change| report.event(&Event::Warning(change.clone())));
         if begun.schedule_restarts {
             report
@@ -171,7 +199,7 @@ impl<'a> Run<'a> {
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            config, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            config, ranks, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
             progress, metrics, summary, started,
         };
         Ok(run)
@@ -179,16 +207,16 @@ impl<'a> Run<'a> {
 
     /// The loop.
     fn train(&mut self, report: &mut dyn Report, stop: &StopFlag) -> Result<()> {
-        if stop.is_set() {
+        if self.ranks.any(stop.is_set())? {
             return self.interrupted(report);
         }
         if self.progress.step == 0 && self.config.val.as_ref().is_some_and(|v| v.eval_on_start) {
             let loss = self.validate(report)?;
-            self.metrics.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
+            self.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
         }
         let mut save_seconds = 0.0;
         while self.progress.step < self.max_steps {
-            if stop.is_set() {
+            if self.ranks.any(stop.is_set())? {
                 return self.interrupted(report);
             }
             let mut time = PhaseTimes { save_ckpt: save_seconds, ..PhaseTimes::default() };
@@ -204,6 +232,7 @@ impl<'a> Run<'a> {
             let step = self.progress.step + 1;
             let sums =
                 forward_backward(&self.model, &batches, &self.options).map_err(|e| self.at_step(step, e))?;
+            let sums = sums.over(&self.ranks, &self.model)?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----
@@ -216,7 +245,8 @@ impl<'a> Run<'a> {
             time.optimizer = clock.elapsed().as_secs_f64();
 
             // ---- count ----
-            let tokens: usize = batches.iter().map(Batch::tokens).sum();
+            // All ranks have micro-batches of one shape.
+            let tokens = self.ranks.count() * batches.iter().map(Batch::tokens).sum::<usize>();
             self.schedule_step += 1;
             self.progress.step = step;
             self.progress.tokens += tokens;
@@ -249,7 +279,7 @@ impl<'a> Run<'a> {
             };
             self.note_losses(&metrics);
             report.step(&metrics);
-            self.metrics.append(&metrics.to_json())?;
+            self.append(&metrics.to_json())?;
 
             // ---- save ----
             let clock = Instant::now();
@@ -266,6 +296,7 @@ impl<'a> Run<'a> {
         if self.progress.step > 0 {
             self.save(report)?;
         }
+        self.ranks.wait()?;
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         self.summary.peak_bytes = peak_process_bytes();
         report.finish(&self.summary);
@@ -277,6 +308,7 @@ impl<'a> Run<'a> {
         if self.progress.step > 0 {
             self.save(report)?;
         }
+        self.ranks.wait()?;
         let checkpoint = self.summary.checkpoint.clone();
         let step = self.progress.step;
         let hint = setup::how_to_go_on(self.config, step, checkpoint.as_deref());
@@ -291,12 +323,17 @@ impl<'a> Run<'a> {
 
     fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
         let clock = Instant::now();
-        let loss = held_out_loss(&self.model, &self.data.val)?;
+        let loss = held_out_loss(&self.model, &self.data.val, &self.ranks)?;
         let seconds = clock.elapsed().as_secs_f64();
         report.event(&Event::Validation { step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
         self.summary.last_val_loss = Some(loss);
         Ok(loss)
+    }
+
+    /// A row of `metrics.jsonl`, on rank 0.
+    fn append(&mut self, row: &serde_json::Value) -> Result<()> {
+        self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.append(row))
     }
 
     fn note_losses(&mut self, metrics: &StepMetrics) {
@@ -323,7 +360,12 @@ impl<'a> Run<'a> {
 
     /// Exports the weights, then writes the checkpoint: a kill in between leaves weights that the resumed run
     /// makes anew, and never a checkpoint whose weights are missing. What is there already stays.
+    ///
+    /// Rank 0 does it; the others go on, and wait for it at their next sum.
     fn save(&mut self, report: &mut dyn Report) -> Result<()> {
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
         let wants_weights = self.config.ckpt.as_ref().is_some_and(|c| c.weights.is_some());
         if wants_weights || self.config.model.lora.is_some() {
             self.save_weights(report)?;

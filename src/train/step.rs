@@ -12,6 +12,7 @@
 use burn::tensor::Tensor;
 
 use super::optim::Optimizer;
+use super::ranks::Ranks;
 use crate::data::Batch;
 use crate::model::{Decoder, Inputs};
 use crate::{Error, Result, ops};
@@ -196,6 +197,25 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
+    /// Σ over the ranks: one call for all gradients, one for loss and tokens.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn over(self, ranks: &Ranks, model: &Decoder) -> Result<Self> {
+        if ranks.count() == 1 {
+            return Ok(self);
+        }
+        let [loss, tokens] = ranks.sum_f64([self.loss, self.trained_tokens as f64])?;
+        let grads = match (tokens > 0.0, self.grads.is_empty()) {
+            (false, _) => Vec::new(),
+            (true, false) => ranks.sum(self.grads)?,
+            // Nothing of this rank's is trained in this step.
+            (true, true) => ranks
+                .sum(model.trainable_values().iter().map(|v| v.clone().inner().zeros_like()).collect())?,
+        };
+        Ok(Self { grads, loss, trained_tokens: tokens as usize })
+    }
+
     /// Divides by the trained tokens, clips to `max_norm` as `torch.nn.utils.clip_grad_norm_` does
     /// (`min(1, max_norm / (norm + 1e-6))`) and updates the model; `None` and nothing changed if the
     /// step has no trained token.
