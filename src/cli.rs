@@ -14,6 +14,7 @@ use crate::report::{Both, Event, LineFormat, Plain, Report};
 use crate::{Error, Result, SftLearner, StopFlag, Summary, export, hub, train};
 
 mod again;
+mod launch;
 mod preview;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -46,6 +47,15 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
+    /// Train with a process for each of several devices of this machine: `launch --ranks 2 -- sft @ run.toml`
+    Launch {
+        /// How many.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+        ranks: u16,
+        /// What each of them does: `sft …`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        args: Vec<String>,
+    },
     /// Write the Hugging Face model that base and adapter make together.
     Merge {
         /// The base model: a folder, or a name as in `model.name`.
@@ -74,6 +84,10 @@ pub fn run() -> u8 {
         Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
         Command::Preview { args } => preview::preview(&args),
+        Command::Launch { ranks, args } => match launch::launch(ranks.into(), &args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };

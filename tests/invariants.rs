@@ -16,6 +16,7 @@ use embertune::config::{LoraConfig, OptimConfig, OptimKind};
 use embertune::data::{Batch, Stream};
 use embertune::model::{Decoder, LoraSpec};
 use embertune::train::optim::Optimizer;
+use embertune::train::ranks::Ranks;
 use embertune::train::step::{StepOptions, forward_backward};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -212,14 +213,17 @@ fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
     assert_eq!(loss(1, 0).to_bits(), loss(1, 0).to_bits());
     assert_ne!(loss(1, 0), loss(2, 0));
     assert_ne!(loss(1, 0), loss(1, 24));
-    let held_out = |model: &Decoder| embertune::train::eval::held_out_loss(model, &[batch(3, true)]).unwrap();
+    let held_out = |model: &Decoder| {
+        embertune::train::eval::held_out_loss(model, &[batch(3, true)], &Ranks::alone()).unwrap()
+    };
     assert_eq!(held_out(&model).to_bits(), held_out(&with_lora(0.0)).to_bits());
 }
 
 #[test]
 fn held_out_loss_is_the_mean_over_all_tokens_not_over_batches() {
     let model = with_lora(0.0);
-    let held_out = |batches: &[Batch]| embertune::train::eval::held_out_loss(&model, batches).unwrap();
+    let held_out =
+        |batches: &[Batch]| embertune::train::eval::held_out_loss(&model, batches, &Ranks::alone()).unwrap();
     let (many, few) = (batch(3, true), {
         let mut few = batch(40, true);
         few.loss_mask = (0..24).map(|i| i == 5).collect();

@@ -51,7 +51,7 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
     let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
     let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
     warnings.0.extend(sizes.warnings.iter().cloned());
-    let data = setup::data(config, &base, &hf, &Ranks::alone(&plan), &mut warnings)?;
+    let data = setup::data(config, &base, &hf, &Ranks::alone(), &mut warnings)?;
     let report = data.loader.report().clone();
     plan.total_steps((report.rows > 0).then(|| report.steps_per_epoch()))?;
     Ok(Checked {

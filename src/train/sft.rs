@@ -87,8 +87,8 @@ impl SftLearner {
             report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
             return Ok(Summary::default());
         }
-        self.world.run(&self.config, &self.plan, report, &|ranks: Ranks, report: &mut dyn Report| {
-            let mut run = Run::set_up(&self.config, ranks, report, stop)?;
+        self.world.run(&self.config, &self.plan, report, &|ranks, plan, report| {
+            let mut run = Run::set_up(&self.config, ranks, plan, report, stop)?;
             run.train(report, stop)?;
             run.finish(report)
         })
@@ -124,12 +124,13 @@ impl<'a> Run<'a> {
     fn set_up(
         config: &'a SftConfig,
         mut ranks: Ranks,
+        plan: &Plan,
         report: &mut dyn Report,
         stop: &StopFlag,
     ) -> Result<Self> {
         let started = Instant::now();
         let folder = RunFolder::new(config);
-        let selected = setup::device(config, ranks.plan(), report)?;
+        let selected = setup::device(config, plan, report)?;
         ranks.on_device(&selected.device)?;
         let mut locks = Locks::default();
         let start = ranks.from_first(|| {
@@ -140,8 +141,7 @@ impl<'a> Run<'a> {
 
         // ---- model, adapters, data, optimizer ----
         go_on(config, &ranks, stop)?;
-        let setup::Loaded { base, mut model, mut details } =
-            setup::model(config, ranks.plan(), &selected, report)?;
+        let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
         go_on(config, &ranks, stop)?;
         let mut data = setup::data(config, &base, model.config(), &ranks, report)?;
         details.push(setup::describe_data(&data.loader));

@@ -82,22 +82,23 @@ impl World {
         config: &SftConfig,
         plan: &Plan,
         report: &mut dyn Report,
-        work: &(dyn Fn(Ranks, &mut dyn Report) -> Result<T> + Sync),
+        work: Work<'_, T>,
     ) -> Result<T> {
         match self {
-            World::Alone => work(Ranks::alone(plan), report),
+            World::Alone => work(Ranks::alone(), plan, report),
             World::Threads(ranks) => threads::run(*ranks, config, plan, report, work),
             World::Processes(place) => processes::run(place, config, plan, report, work),
         }
     }
 }
 
-/// One rank: which it is, its device, and its link to the others.
+/// What every rank does, given the plan with its own device.
+pub type Work<'a, T> = &'a (dyn Fn(Ranks, &Plan, &mut dyn Report) -> Result<T> + Sync);
+
+/// One rank: which it is, and its link to the others.
 pub struct Ranks {
     rank: usize,
     ranks: usize,
-    /// With the device of this rank.
-    plan: Plan,
     link: Option<Box<dyn Link>>,
 }
 
@@ -124,8 +125,8 @@ impl fmt::Debug for Ranks {
 
 impl Ranks {
     /// The only rank.
-    pub fn alone(plan: &Plan) -> Self {
-        Self { rank: 0, ranks: 1, plan: plan.clone(), link: None }
+    pub fn alone() -> Self {
+        Self { rank: 0, ranks: 1, link: None }
     }
 
     /// Which rank this is, from 0.
@@ -141,11 +142,6 @@ impl Ranks {
     /// Whether this is the rank that writes files and speaks.
     pub fn is_first(&self) -> bool {
         self.rank == 0
-    }
-
-    /// The plan, with this rank's own device.
-    pub fn plan(&self) -> &Plan {
-        &self.plan
     }
 
     /// Opens the links that need a device.

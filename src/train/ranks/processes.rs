@@ -12,15 +12,12 @@ use burn::tensor::{Device, Tensor};
 use super::meeting::Meeting;
 use super::threads::quiet_report;
 #[cfg(any(feature = "cuda", feature = "mpi"))]
-use super::{Link, panic_message};
-use super::{Place, Ranks};
+use super::{Link, Ranks, panic_message};
+use super::{Place, Work};
 use crate::checkpoint::RunFolder;
 use crate::config::{DeviceKind, Plan, SftConfig};
 use crate::report::Report;
 use crate::{Error, Result, device};
-
-/// What every rank does.
-type Work<'a, T> = &'a (dyn Fn(Ranks, &mut dyn Report) -> Result<T> + Sync);
 
 /// Runs `work` as the rank that this process is.
 pub(super) fn run<T: Send>(
@@ -54,8 +51,8 @@ fn caught<T>(
     report: &mut dyn Report,
     work: Work<'_, T>,
 ) -> Result<T> {
-    let me = Ranks { rank: place.rank, ranks: place.ranks, plan, link: Some(link) };
-    catch_unwind(AssertUnwindSafe(|| work(me, report)))
+    let me = Ranks { rank: place.rank, ranks: place.ranks, link: Some(link) };
+    catch_unwind(AssertUnwindSafe(|| work(me, &plan, report)))
         .unwrap_or_else(|payload| Err(Error::train(panic_message(&*payload), "")))
 }
 

@@ -10,7 +10,7 @@ use std::thread;
 
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::{Link, Ranks, panic_message};
+use super::{Link, Ranks, Work, panic_message};
 use crate::checkpoint::RunFolder;
 use crate::config::{Plan, SftConfig};
 use crate::report::log::{LogFile, ToFile};
@@ -162,7 +162,7 @@ pub(super) fn run<T: Send>(
     config: &SftConfig,
     plan: &Plan,
     report: &mut dyn Report,
-    work: &(dyn Fn(Ranks, &mut dyn Report) -> Result<T> + Sync),
+    work: Work<'_, T>,
 ) -> Result<T> {
     let group = Group::new(ranks);
     let one = |rank: usize, report: &mut dyn Report| -> Result<T> {
@@ -173,8 +173,8 @@ pub(super) fn run<T: Send>(
             cards: None,
         };
         let plan = plan.on_rank(rank);
-        let me = Ranks { rank, ranks, plan, link: Some(Box::new(link)) };
-        let result = catch_unwind(AssertUnwindSafe(|| work(me, report)))
+        let me = Ranks { rank, ranks, link: Some(Box::new(link)) };
+        let result = catch_unwind(AssertUnwindSafe(|| work(me, &plan, report)))
             .unwrap_or_else(|payload| Err(Error::train(panic_message(&*payload), "")));
         if let Err(error) = &result {
             group.fail(rank, error.to_string());
