@@ -54,7 +54,7 @@ fn values(dir: &RunDir, file: &str) -> Vec<f64> {
         let data = file.tensor(name).expect("its own name").data().to_vec();
         data.chunks(4).map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes")).into()).collect()
     };
-    names.iter().flat_map(|name| floats(name)).collect()
+    names.iter().flat_map(floats).collect()
 }
 
 /// ‖a − b‖ / ‖a‖

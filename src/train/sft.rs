@@ -266,6 +266,7 @@ impl<'a> Run<'a> {
                 grad_norm: update.map_or(0.0, |u| u.grad_norm),
                 lr,
                 tokens,
+                ranks: self.ranks.count(),
                 trained_tokens,
                 total_tokens: self.progress.tokens,
                 total_trained_tokens: self.progress.trained_tokens,

@@ -1,7 +1,7 @@
 //! Ranks: the devices that share each step, and what they do together.
 //!
 //! Every rank runs the recipe of [`super::sft`] on its own device, over its own rows of each step (row k belongs to
-//! rank k mod R, see [`crate::data::Loader::shared`]), and adds up with the others through a [`Link`]:
+//! rank k mod R, see [`crate::data::Loader::shared`]), and adds up with the others through a link:
 //!
 //! ```text
 //! rank 0   rows 0, R, …      ┐ Σ loss, Σ tokens  ┐ the same division, clipping   ┐ files, messages
@@ -156,13 +156,7 @@ impl Ranks {
     pub fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
         let Some(link) = self.link.as_ref().filter(|_| !parts.is_empty()) else { return Ok(parts) };
         let lengths: Vec<usize> = parts.iter().map(|part| part.dims()[0]).collect();
-        let flat = link.sum(Tensor::cat(parts, 0))?;
-        let mut start = 0;
-        let part = |length: usize| {
-            start += length;
-            flat.clone().slice([start - length..start])
-        };
-        Ok(lengths.into_iter().map(part).collect())
+        Ok(link.sum(Tensor::cat(parts, 0))?.split_with_sizes(lengths, 0))
     }
 
     /// Σ over the ranks, number by number.
