@@ -300,11 +300,12 @@ impl RunFolder {
         Ok(path)
     }
 
-    /// Reads a checkpoint after comparing all its files with `STABLE`.
+    /// Reads a checkpoint after comparing all its files with `STABLE`; of the optimizer's state the tensors that
+    /// `optimizer` names.
     ///
     /// # Errors
     /// A file that is missing, truncated or changed, with an older intact checkpoint as hint.
-    pub fn load(&self, path: &Path, skip_optimizer: bool, device: &Device) -> Result<Checkpoint> {
+    pub fn load(&self, path: &Path, device: &Device, optimizer: impl Fn(&str) -> bool) -> Result<Checkpoint> {
         folder::verify(path).map_err(|e| self.with_older(path, e))?;
         let file = path.join("state.json");
         let text = fs::read_to_string(&file).map_err(|e| Error::io(&file, "read", e))?;
@@ -318,12 +319,8 @@ impl RunFolder {
         }
         let state = serde_json::from_str(&text)
             .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))?;
-        let trainable = tensors::load(&path.join("trainable.safetensors"), device)?;
-        let optimizer = if skip_optimizer {
-            BTreeMap::new()
-        } else {
-            tensors::load(&path.join("optimizer.safetensors"), device)?
-        };
+        let trainable = tensors::load(&path.join("trainable.safetensors"), device, |_| true)?;
+        let optimizer = tensors::load(&path.join("optimizer.safetensors"), device, optimizer)?;
         Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
     }
 

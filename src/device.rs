@@ -206,6 +206,14 @@ mod adapters {
     }
 }
 
+/// The CPU, to keep tensors off the device; the default device in a build without `flex`.
+pub fn host() -> Device {
+    #[cfg(feature = "flex")]
+    return Device::flex();
+    #[cfg(not(feature = "flex"))]
+    return Device::default();
+}
+
 /// The device's own name, e.g. `NVIDIA H200`; `None` on the CPU. Opens the device.
 pub fn hardware_name(device: &Device) -> Option<String> {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]

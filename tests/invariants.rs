@@ -249,10 +249,10 @@ fn a_step_without_trained_tokens_changes_nothing() {
     let before = bits(&model.trainable_values());
     let sums =
         forward_backward(&model, &[batch(1, false), batch(2, false)], &StepOptions::default()).unwrap();
-    assert!(sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap().is_none());
+    assert!(sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap().is_none());
     assert!(before == bits(&model.trainable_values()));
     assert_eq!(optimizer.updates(), 0);
-    assert!(optimizer.state().is_empty());
+    assert!(optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().is_empty());
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn a_loss_that_is_not_finite_updates_nothing() {
     model = model.set_trainable(values);
     let mut optimizer = adamw(&model);
     let sums = forward_backward(&model, &[batch(1, true)], &StepOptions::default()).unwrap();
-    let error = sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap_err();
+    let error = sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap_err();
     assert!(error.to_string().contains("not finite"), "{error}");
     assert_eq!(optimizer.updates(), 0);
 }
@@ -289,7 +289,7 @@ fn the_base_is_bit_unchanged_after_a_lora_run() {
     let (frozen, trained) = (frozen_hash(&model), bits(&model.trainable_values()));
     for step in 0..5 {
         let sums = forward_backward(&model, &[batch(step, true)], &StepOptions::default()).unwrap();
-        sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap();
+        sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap();
     }
     assert_eq!(frozen, frozen_hash(&model));
     assert!(trained != bits(&model.trainable_values()));

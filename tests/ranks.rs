@@ -108,15 +108,21 @@ fn two_and_three_ranks_train_as_one() {
 #[test]
 fn a_checkpoint_goes_on_with_another_number_of_ranks() {
     let dir = folder();
-    let more = ["--num-epochs", "5"];
-    dir.sft(&hard("flex", "whole", &more)).succeeds();
-    let steps = dir.rows("whole").len();
-    assert!(steps > 3, "{steps} steps are too few to stop in the middle");
-    for (name, first, then) in [("up", "flex", "flex:0,1,2"), ("down", "flex:0,1", "flex")] {
-        // The whole run, and then again from its middle.
-        dir.sft(&hard(first, name, &more)).succeeds();
-        dir.sft(&hard(then, name, &[&more[..], &["--ckpt.resume-step", "2"]].concat())).succeeds();
-        assert_alike(&dir, "whole", name, ADAPTER);
+    let full = ["--num-epochs", "5", "--model.lora", "None", "--optim.lr", "1e-3"];
+    for (kind, more, weights) in [("lora", &full[..2], ADAPTER), ("full", &full[..], "model.safetensors")] {
+        let whole = format!("{kind}-whole");
+        dir.sft(&hard("flex", &whole, more)).succeeds();
+        let steps = dir.rows(&whole).len();
+        assert!(steps > 3, "{steps} steps are too few to stop in the middle");
+        for (name, first, then) in
+            [("up", "flex", "flex:0,1,2"), ("down", "flex:0,1", "flex"), ("over", "flex:0,1", "flex:0,1,2")]
+        {
+            // The whole run, and then again from its middle.
+            let name = format!("{kind}-{name}");
+            dir.sft(&hard(first, &name, more)).succeeds();
+            dir.sft(&hard(then, &name, &[more, &["--ckpt.resume-step", "2"]].concat())).succeeds();
+            assert_alike(&dir, &whole, &name, weights);
+        }
     }
 }
 

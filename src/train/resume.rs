@@ -121,7 +121,8 @@ pub(super) fn resume(
     (model, optimizer, loader): (&mut Decoder, &mut Optimizer, &mut Loader),
 ) -> Result<Begun> {
     let ckpt = config.ckpt.as_ref().expect("`ckpt.resume_step` is in `[ckpt]`");
-    let mut checkpoint = folder.load(path, ckpt.skip_optimizer, &model.device())?;
+    let mut checkpoint =
+        folder.load(path, &model.device(), |name| !ckpt.skip_optimizer && !optimizer.leaves_out(name))?;
     let mut fixed = keys.fixed.clone();
     if ckpt.skip_optimizer {
         fixed.remove("optim.type");

@@ -214,8 +214,10 @@ pub(super) fn describe_data(loader: &Loader) -> String {
     )
 }
 
-pub(super) fn optimizer(config: &SftConfig, model: &Decoder) -> Optimizer {
-    Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config))
+/// Adapters are small: every rank updates them all. Of a whole model each rank updates a part.
+pub(super) fn optimizer(config: &SftConfig, model: &Decoder, ranks: &Ranks) -> Optimizer {
+    let optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config));
+    if config.model.lora.is_none() { optimizer.sharded(ranks) } else { optimizer }
 }
 
 pub(super) fn step_options(config: &SftConfig) -> StepOptions {

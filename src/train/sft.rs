@@ -145,7 +145,7 @@ impl<'a> Run<'a> {
         go_on(config, &ranks, stop)?;
         let mut data = setup::data(config, &base, model.config(), &ranks, report)?;
         details.push(setup::describe_data(&data.loader));
-        let mut optimizer = setup::optimizer(config, &model);
+        let mut optimizer = setup::optimizer(config, &model, &ranks);
 
         // ---- what an earlier process left ----
         go_on(config, &ranks, stop)?;
@@ -240,7 +240,7 @@ impl<'a> Run<'a> {
             let lr = self.schedule.lr(self.schedule_step);
             let trained_tokens = sums.trained_tokens;
             let update = sums
-                .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm)
+                .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm, &self.ranks)
                 .map_err(|e| self.at_step(step, e))?;
             time.optimizer = clock.elapsed().as_secs_f64();
 
@@ -362,10 +362,10 @@ impl<'a> Run<'a> {
     /// Exports the weights, then writes the checkpoint: a kill in between leaves weights that the resumed run
     /// makes anew, and never a checkpoint whose weights are missing. What is there already stays.
     ///
-    /// Rank 0 does it; the others go on, and wait for it at their next sum.
+    /// Rank 0 writes; the others give it their part of the optimizer's state, go on, and wait at their next sum.
     fn save(&mut self, report: &mut dyn Report) -> Result<()> {
         if !self.ranks.is_first() {
-            return Ok(());
+            return self.save_checkpoint(report);
         }
         let wants_weights = self.config.ckpt.as_ref().is_some_and(|c| c.weights.is_some());
         if wants_weights || self.config.model.lora.is_some() {
@@ -384,7 +384,11 @@ impl<'a> Run<'a> {
         let step = self.progress.step;
         let Some(ckpt) = self.config.ckpt.as_ref().filter(|c| !c.weights_only) else { return Ok(()) };
         let target = self.folder.checkpoints.join(format!("step_{step}"));
-        if !target.join(folder::STABLE).exists() {
+        if self.ranks.from_first(|| Ok(!target.join(folder::STABLE).exists()))? {
+            let optimizer = self.optimizer.state(&self.ranks, &self.model.device())?;
+            if !self.ranks.is_first() {
+                return Ok(());
+            }
             self.make_way(&self.folder.checkpoints, report)?;
             let clock = Instant::now();
             let state = State {
@@ -400,7 +404,7 @@ impl<'a> Run<'a> {
             let trainable = self.model.trainable().into_iter().zip(self.model.trainable_values());
             let trainable: Vec<Named> =
                 trainable.map(|(p, values)| Named { name: p.name, shape: p.shape, values }).collect();
-            self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &self.optimizer.state())?;
+            self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &optimizer)?;
             let seconds = clock.elapsed().as_secs_f64();
             report.event(&Event::Saved { what: "checkpoint", path: target.clone(), seconds });
         }

@@ -222,13 +222,14 @@ impl GradSums {
     ///
     /// # Errors
     /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
-    /// parameter): nothing is updated then.
+    /// parameter): nothing is updated then. Another rank failed.
     pub fn update(
         self,
         model: &mut Decoder,
         optimizer: &mut Optimizer,
         lr: f64,
         max_norm: Option<f64>,
+        ranks: &Ranks,
     ) -> Result<Option<Update>> {
         if self.trained_tokens == 0 {
             return Ok(None);
@@ -241,6 +242,7 @@ impl GradSums {
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let values = model.trainable_values().into_iter().map(Tensor::inner).collect();
         let values = optimizer.update(values, self.grads, lr, clip_coef / tokens);
+        let values = optimizer.spread(values, ranks)?;
         *model = model.clone().set_trainable(values);
         Ok(Some(Update { loss, grad_norm, clip_coef }))
     }

@@ -16,7 +16,7 @@ use cudarc::driver::sys::{self as cu, CUresult};
 use libloading::Library;
 
 use super::driver::{Gpu, Unusable, must};
-use super::tensor::{dense, pointer};
+use super::tensor::{dense, empty, pointer};
 
 /// `ncclUniqueId`.
 pub type UniqueId = [u8; 128];
@@ -43,6 +43,8 @@ struct Nccl {
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, cu::CUstream) -> Status,
     broadcast:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Raw, cu::CUstream) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
     async_error: unsafe extern "C" fn(Raw, *mut Status) -> Status,
     abort: unsafe extern "C" fn(Raw) -> Status,
     describe: unsafe extern "C" fn(Status) -> *const c_char,
@@ -69,6 +71,8 @@ impl Nccl {
                 init: *library.get(b"ncclCommInitRank\0")?,
                 all_reduce: *library.get(b"ncclAllReduce\0")?,
                 broadcast: *library.get(b"ncclBroadcast\0")?,
+                group_start: *library.get(b"ncclGroupStart\0")?,
+                group_end: *library.get(b"ncclGroupEnd\0")?,
                 async_error: *library.get(b"ncclCommGetAsyncError\0")?,
                 abort: *library.get(b"ncclCommAbort\0")?,
                 describe: *library.get(b"ncclGetErrorString\0")?,
@@ -97,6 +101,7 @@ pub enum Failure {
 pub struct Communicator {
     nccl: &'static Nccl,
     gpu: &'static Gpu,
+    rank: usize,
     raw: Raw,
     done: cu::CUevent,
     /// A little memory for numbers of the host.
@@ -147,7 +152,7 @@ impl Communicator {
             must(cu::cuEventCreate(&mut done, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32), "an event");
             must(cu::cuMemAlloc_v2(&mut buffer, BUFFER), "a little memory");
         }
-        Ok(Self { nccl, gpu, raw, done, buffer })
+        Ok(Self { nccl, gpu, rank, raw, done, buffer })
     }
 
     /// Σ over the cards, in f32, in place where nobody else holds the memory.
@@ -161,6 +166,40 @@ impl Communicator {
         let status = self.gpu.enter(|_| self.reduce(at, n, FLOAT32));
         self.wait(status, failed)?;
         Ok(Tensor::from_primitive::<Cube>(x))
+    }
+
+    /// Each part as its owner has it, f32; those of others are overwritten where nobody else holds their memory.
+    ///
+    /// # Errors
+    /// As [`Communicator::sum`].
+    pub fn spread(
+        &self,
+        parts: Vec<Tensor<1>>,
+        owners: &[usize],
+        failed: &dyn Fn() -> bool,
+    ) -> Result<Vec<Tensor<1>>, Failure> {
+        let place = |(part, &owner): (Tensor<1>, &usize)| {
+            let part = dense(part.try_into_primitive::<Cube>().expect("the tensor is on a card"));
+            // What is overwritten needn't be copied first.
+            if owner == self.rank || part.can_mut() { part } else { empty(&part, part.shape(), part.dtype) }
+        };
+        let parts: Vec<_> = parts.into_iter().zip(owners).map(place).collect();
+        let places: Vec<(u64, usize)> = parts.iter().map(|p| (pointer(p), p.meta.num_elements())).collect();
+        let status = self.gpu.enter(|_| {
+            // SAFETY: each place is memory of that many numbers on this card, held until the wait; the calls
+            // between start and end are made as one.
+            unsafe {
+                let mut status = vec![(self.nccl.group_start)()];
+                for (&(at, n), &owner) in places.iter().zip(owners) {
+                    let (at, root, stream) = (at as *mut c_void, owner as c_int, self.gpu.stream());
+                    status.push((self.nccl.broadcast)(at, at, n, FLOAT32, root, self.raw, stream));
+                }
+                status.push((self.nccl.group_end)());
+                status.into_iter().find(|s| ![SUCCESS, IN_PROGRESS].contains(s)).unwrap_or(SUCCESS)
+            }
+        });
+        self.wait(status, failed)?;
+        Ok(parts.into_iter().map(Tensor::from_primitive::<Cube>).collect())
     }
 
     /// Σ over the cards, number by number.

@@ -113,6 +113,8 @@ trait Link {
     fn sum_f64(&self, values: &mut [f64]) -> Result<()>;
     /// Rank 0's bytes for all.
     fn broadcast(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
+    /// Each part as its owner has it.
+    fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>>;
     /// The device that this rank computes on is open now.
     fn on_device(&mut self, device: &Device) -> Result<()>;
 }
@@ -157,6 +159,32 @@ impl Ranks {
         let Some(link) = self.link.as_ref().filter(|_| !parts.is_empty()) else { return Ok(parts) };
         let lengths: Vec<usize> = parts.iter().map(|part| part.dims()[0]).collect();
         Ok(link.sum(Tensor::cat(parts, 0))?.split_with_sizes(lengths, 0))
+    }
+
+    /// Each part as its owner has it, on all ranks; the others bring one of the same length.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {
+        assert_eq!(parts.len(), owners.len(), "each part has an owner");
+        match &self.link {
+            Some(link) if !parts.is_empty() => link.spread(parts, owners),
+            _ => Ok(parts),
+        }
+    }
+
+    /// Shares things of these sizes out: the largest first, each to the rank that has least, so that all have about
+    /// as much. The same on every rank.
+    pub fn owners(&self, sizes: &[usize]) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..sizes.len()).collect();
+        order.sort_by_key(|&n| std::cmp::Reverse(sizes[n]));
+        let (mut loads, mut owners) = (vec![0; self.ranks], vec![0; sizes.len()]);
+        for n in order {
+            let owner = (0..self.ranks).min_by_key(|&rank| loads[rank]).expect("there is one rank at least");
+            loads[owner] += sizes[n];
+            owners[n] = owner;
+        }
+        owners
     }
 
     /// Σ over the ranks, number by number.

@@ -66,6 +66,16 @@ impl Link for Mpi {
         Ok(Tensor::from_data(TensorData::new(values, [n]), &device))
     }
 
+    fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {
+        let as_owner = |(part, &owner): (Tensor<1>, &usize)| {
+            let (device, [n]) = (part.device(), part.dims());
+            let mut values = part.into_data().try_to_vec::<f32>().expect("parameters are f32");
+            self.world.process_at_rank(owner as i32).broadcast_into(&mut values[..]);
+            Tensor::from_data(TensorData::new(values, [n]), &device)
+        };
+        Ok(parts.into_iter().zip(owners).map(as_owner).collect())
+    }
+
     fn sum_f64(&self, values: &mut [f64]) -> Result<()> {
         let mut gathered = vec![0.0; self.world.size() as usize * values.len()];
         self.world.all_gather_into(&*values, &mut gathered[..]);

@@ -41,6 +41,11 @@ impl Cards {
         self.communicator.sum(values, &|| failed().is_some()).map_err(|e| self.error(e, failed))
     }
 
+    /// Each part as its owner has it.
+    pub fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize], failed: Failed) -> Result<Vec<Tensor<1>>> {
+        self.communicator.spread(parts, owners, &|| failed().is_some()).map_err(|e| self.error(e, failed))
+    }
+
     pub fn sum_f64(&self, values: &mut [f64], failed: Failed) -> Result<()> {
         self.communicator.sum_f64(values, &|| failed().is_some()).map_err(|e| self.error(e, failed))
     }

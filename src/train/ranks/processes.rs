@@ -138,6 +138,10 @@ impl Link for Network {
         self.cards().sum(values, &|| self.meeting.failure())
     }
 
+    fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {
+        self.cards().spread(parts, owners, &|| self.meeting.failure())
+    }
+
     fn sum_f64(&self, values: &mut [f64]) -> Result<()> {
         self.cards().sum_f64(values, &|| self.meeting.failure())
     }

@@ -40,6 +40,56 @@ fn sums_are_those_of_all_ranks_and_the_same_on_each() {
 }
 
 #[test]
+fn each_rank_holds_the_state_of_its_part_and_all_have_all_parameters() {
+    use crate::config::OptimConfig;
+    use crate::model::Trainable;
+    use crate::train::optim::Optimizer;
+
+    let lengths = [5, 4, 3, 2, 1];
+    let trainable = lengths.map(|n| Trainable {
+        name: format!("p{n}.weight"),
+        id: burn::module::ParamId::new(),
+        shape: vec![n],
+    });
+    type Named = (String, Vec<f32>);
+    let work = |ranks: &Ranks| -> Result<(Vec<Vec<f32>>, Vec<Named>, usize)> {
+        let device = Device::flex();
+        let mut optimizer = Optimizer::new(&OptimConfig::default(), &trainable).sharded(ranks);
+        let filled = |value: f32| lengths.map(|n| Tensor::<1>::full([n], value, &device)).to_vec();
+        let mut values = filled(1.0);
+        for _ in 0..3 {
+            let updated = optimizer.update(values, filled(0.5), 1e-2, 1.0);
+            values = optimizer.spread(updated, ranks)?;
+        }
+        let floats = |t: Tensor<1>| t.into_data().try_to_vec::<f32>().unwrap();
+        let state = optimizer.state(ranks, &device)?;
+        let foreign =
+            lengths.iter().filter(|n| optimizer.leaves_out(&format!("p{n}.weight.exp_avg"))).count();
+        let state = state.into_iter().map(|t| (t.name, floats(t.values))).collect();
+        Ok((values.into_iter().map(floats).collect(), state, foreign))
+    };
+    let (values, state, foreign) = work(&Ranks::alone()).unwrap();
+    assert_eq!((state.len(), foreign), (10, 0));
+    for ranks in [2, 3] {
+        let shared = run(ranks, |ranks| {
+            let got = work(ranks)?;
+            assert_eq!(got.0, values, "every rank has every parameter");
+            assert!((2..=4).contains(&got.2), "{} of 5 are other ranks'", got.2);
+            Ok(got)
+        });
+        assert_eq!(shared.unwrap().1, state, "the first rank has all of the state to save");
+    }
+}
+
+#[test]
+fn parts_are_shared_out_evenly() {
+    let ranks = |ranks| Ranks { rank: 0, ranks, link: None };
+    assert_eq!(ranks(1).owners(&[3, 1]), [0, 0]);
+    assert_eq!(ranks(2).owners(&[1, 9, 4, 4]), [1, 0, 1, 1]);
+    assert_eq!(ranks(3).owners(&[2, 2, 2]), [0, 1, 2]);
+}
+
+#[test]
 fn a_rank_that_fails_brings_the_others_down() {
     let ended = AtomicUsize::new(0);
     for panics in [false, true] {

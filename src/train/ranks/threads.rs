@@ -115,6 +115,25 @@ impl Link for Thread {
         Ok(Tensor::from_data(TensorData::new(added(&all), [n]), &device))
     }
 
+    fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {
+        #[cfg(feature = "cuda")]
+        if let Some(cards) = &self.cards {
+            return cards.spread(parts, owners, &|| self.group.failure());
+        }
+        let own = parts.iter().zip(owners).map(|(part, owner)| {
+            (*owner == self.rank).then(|| part.to_data().try_to_vec::<f32>().expect("parameters are f32"))
+        });
+        let all = self.exchange(own.collect::<Vec<_>>())?;
+        let as_owner = |(n, part): (usize, Tensor<1>)| match (owners[n] == self.rank, &all[owners[n]][n]) {
+            (true, _) => part,
+            (false, Some(values)) => {
+                Tensor::from_data(TensorData::new(values.clone(), part.dims()), &part.device())
+            }
+            (false, None) => unreachable!("the owner brings its parts"),
+        };
+        Ok(parts.into_iter().enumerate().map(as_owner).collect())
+    }
+
     fn sum_f64(&self, values: &mut [f64]) -> Result<()> {
         let all = self.exchange(values.to_vec())?;
         values.fill(0.0);
