@@ -9,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::assets;
+use crate::config::nearest_sibling;
 use crate::error::{Error, Result};
 
 mod cache;
@@ -250,22 +251,6 @@ fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
     }
     let message = format!("`{key}`: {name} not found: {tried}");
     Error::Hub { message, hint }
-}
-
-/// The entry of the folder of `path` that is spelled most like it.
-fn nearest_sibling(path: &Path) -> Option<PathBuf> {
-    let wanted = path.file_name()?.to_string_lossy();
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::read_dir(parent)
-        .ok()?
-        .flatten()
-        .map(|entry| {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            (strsim::damerau_levenshtein(&wanted, &name), name)
-        })
-        .filter(|(distance, _)| *distance <= 3.min(wanted.chars().count() / 2))
-        .min()
-        .map(|(_, name)| path.with_file_name(name))
 }
 
 /// The folder of something compiled in, written to the cache of this program the first time.

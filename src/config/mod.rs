@@ -24,6 +24,7 @@ pub use access::{help, reference};
 
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use data::*;
+pub(crate) use load::nearest_sibling;
 pub use load::{Loaded, load};
 pub use write::Difference;
 

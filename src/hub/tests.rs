@@ -148,7 +148,7 @@ fn a_misspelled_path_is_not_sought_on_the_hub() {
     let path = |name: &str| dir.path().join(name).to_string_lossy().into_owned();
     let error = text(model_dir(&path("modle")).unwrap_err());
     assert!(
-        error.contains("modle not found") && error.contains("Did you mean") && error.contains("model`"),
+        error.contains("modle not found") && error.contains("did you mean") && error.contains("model`"),
         "{error}"
     );
     let error = text(dataset_files(&path("trian.jsonl"), None, "train").unwrap_err());

@@ -269,12 +269,10 @@ impl<'a> Check<'a> {
         self.entries_match_something(target);
         let kept: Vec<&String> =
             all.iter().copied().filter(|m| !self.excluded(m, exclude) && self.in_chosen_layers(m)).collect();
-        for module in &kept {
-            self.is_linear(module);
-        }
+        self.are_linear(&kept);
         if kept.is_empty() && self.problems.is_empty() {
             let (why, hint) = match all.len() {
-                0 => ("matches no module of the model", self.existing()),
+                0 => ("matches no module of the model", self.meant_by_rule()),
                 _ => ("matches only modules that other keys exclude", String::new()),
             };
             self.problem(format!("`target_modules` {why}"), hint);
@@ -291,17 +289,39 @@ impl<'a> Check<'a> {
         if entries.is_empty() {
             self.problem("`target_modules` is empty".into(), self.existing());
         }
-        for entry in entries.iter() {
-            if self.modules.all.iter().any(|m| names(entry, m)) {
-                continue;
-            }
-            let last = entry.rsplit('.').next().unwrap_or(entry);
-            let near = self.modules.suffixes().into_iter().map(|s| (strsim::jaro_winkler(s, last), s));
-            let near = near.filter(|(score, _)| *score > 0.75).max_by(|a, b| a.0.total_cmp(&b.0));
-            let guess = near.map(|(_, s)| format!("did you mean `{s}`? ")).unwrap_or_default();
-            let message = format!("`target_modules` entry `{entry}` matches no module of the model");
-            self.problem(message, format!("{guess}{}", self.existing()));
+        let lost = |entry: &&String| !self.modules.all.iter().any(|m| names(entry, m));
+        let lost: Vec<&String> = entries.iter().filter(lost).collect();
+        if lost.is_empty() {
+            return;
         }
+        let guesses = lost.iter().filter_map(|entry| self.guess(entry)).collect::<Vec<_>>();
+        let (entry, matches) = if lost.len() == 1 { ("entry", "matches") } else { ("entries", "match") };
+        let message =
+            format!("`target_modules` {entry} {} {matches} no module of the model", quoted(&lost).join(", "));
+        self.problem(message, format!("{}{}", guesses.concat(), self.existing()));
+    }
+
+    /// What a target that matches nothing may have been meant to be.
+    fn guess(&self, target: &str) -> Option<String> {
+        if target.to_lowercase().replace(['_', ' ', '.'], "-") == "all-linear" {
+            return Some("did you mean `\"all-linear\"` (a hyphen, and no list)? ".into());
+        }
+        let last = target.rsplit('.').next().unwrap_or(target);
+        let near = self.modules.suffixes().into_iter().map(|s| (strsim::jaro_winkler(s, last), s));
+        let near = near.filter(|(score, _)| *score > 0.75).max_by(|a, b| a.0.total_cmp(&b.0));
+        near.map(|(_, s)| format!("did you mean `{s}`? "))
+    }
+
+    /// The hint where `target_modules` as a whole matches nothing.
+    fn meant_by_rule(&self) -> String {
+        let TargetModules::Regex(pattern) = &self.spec.target_modules else { return self.existing() };
+        let guess = match self.modules.suffixes().contains(&pattern.as_str()) {
+            true => Some(format!(
+                "a string is a regular expression of whole paths; the list is `[\"{pattern}\"]`; "
+            )),
+            false => self.guess(pattern),
+        };
+        guess.unwrap_or_default() + &self.existing()
     }
 
     fn excluded(&self, module: &str, exclude: Option<&Rule>) -> bool {
@@ -324,19 +344,28 @@ impl<'a> Check<'a> {
             || layer_of(module, &self.spec.layers_pattern).is_some_and(|layer| layers.contains(&layer))
     }
 
-    fn is_linear(&mut self, module: &str) {
-        if self.modules.is_linear(module) {
-            return;
-        }
-        let last = module.rsplit('.').next().unwrap_or(module);
-        if last == "embed_tokens" {
+    fn are_linear(&mut self, targets: &[&String]) {
+        let other = |m: &&&String| !self.modules.is_linear(m);
+        let embeds = |m: &&String| m.rsplit('.').next() == Some("embed_tokens");
+        let (embedding, other): (Vec<&String>, Vec<&String>) =
+            targets.iter().filter(other).copied().partition(embeds);
+        if !embedding.is_empty() {
             let message = "`target_modules` names `embed_tokens`: LoRA on an embedding is not supported";
             self.problem(message.into(), "train it whole with `modules_to_save = [\"embed_tokens\"]`");
-        } else {
-            let message = format!("`target_modules` matches `{module}`, which is not a linear layer");
-            self.problem(message, self.existing());
         }
+        let shown = quoted(&other[..other.len().min(3)]).join(", ");
+        let message = match other.len() {
+            0 => return,
+            1 => format!("`target_modules` matches {shown}, which is not a linear layer"),
+            2 | 3 => format!("`target_modules` matches {shown}, which are not linear layers"),
+            n => format!("`target_modules` matches {shown} and {} more, which are not linear layers", n - 3),
+        };
+        self.problem(message, self.existing());
     }
+}
+
+fn quoted(names: &[&String]) -> Vec<String> {
+    names.iter().map(|name| format!("`{name}`")).collect()
 }
 
 /// The layer number of a module: the first number after `pattern.`, or after any name.
@@ -404,11 +433,30 @@ mod tests {
     fn entries_that_match_nothing_are_named_with_the_nearest() {
         let text = text(&spec(list(&["qproj", "up_proj", "value"])));
         assert!(
-            text.contains("`qproj` matches no module") && text.contains("did you mean `q_proj`"),
+            text.contains("entries `qproj`, `value` match no module")
+                && text.contains("did you mean `q_proj`"),
             "{text}"
         );
         assert!(text.contains("`value`") && text.contains("lm_head"), "{text}");
-        assert!(!text.contains("entry `up_proj`"), "{text}");
+        assert!(!text.contains("`up_proj`, "), "{text}");
+    }
+
+    #[test]
+    fn what_a_string_was_meant_to_be_is_said() {
+        let regex = |p: &str| text(&spec(TargetModules::Regex(p.into())));
+        for text in [regex("all_linear"), text(&spec(list(&["all_linear"])))] {
+            assert!(text.contains("did you mean `\"all-linear\"`"), "{text}");
+        }
+        assert!(regex("q_proj").contains("the list is `[\"q_proj\"]`"), "{}", regex("q_proj"));
+    }
+
+    #[test]
+    fn problems_of_a_kind_are_told_as_one() {
+        let problems = resolve(&spec(TargetModules::Regex(r".*q_norm".into())), &modules(9)).unwrap_err();
+        assert_eq!(problems.len(), 1);
+        assert!(problems[0].message.ends_with("and 6 more, which are not linear layers"), "{problems:?}");
+        let many = list(&["wq", "wk", "wv", "wo"]);
+        assert_eq!(resolve(&spec(many), &modules(2)).unwrap_err().len(), 1);
     }
 
     #[test]

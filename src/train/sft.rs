@@ -17,19 +17,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::eval::held_out_loss;
+use super::ground::{Ground, Weights, check_folders};
 use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
-use super::resume::{self, Begun};
+use super::resume;
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
 use super::step::{StepOptions, forward_backward};
-use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
+use crate::checkpoint::{Locks, Named, Progress, RunFolder, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
 use crate::data::Batch;
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
-use crate::{Error, Result};
+use crate::{Error, Result, assets};
 
 /// A run of supervised fine-tuning.
 #[derive(Debug, Clone)]
@@ -60,7 +61,7 @@ impl SftLearner {
     /// # Errors
     /// Every rule of the configuration that doesn't hold.
     pub fn new(config: SftConfig) -> Result<Self> {
-        setup::check_folders(&config)?;
+        check_folders(&config)?;
         let plan = Plan::new(&config, 1)?;
         Ok(Self { config, plan })
     }
@@ -116,31 +117,17 @@ impl<'a> Run<'a> {
     /// the run's folder is touched.
     fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report, stop: &StopFlag) -> Result<Self> {
         let started = Instant::now();
-        let folder = RunFolder::new(config);
-        folder.check_writable()?;
-        let mut locks = Locks::of_existing(&folder)?;
-        let start = folder.start(config)?;
+        let mut ground = Ground::survey(config, plan, Weights::Needed, report, stop)?;
+        go_on(config, stop)?;
 
-        // ---- device, model, adapters, data, optimizer ----
-        let selected = setup::device(config, plan, report)?;
-        go_on(config, stop)?;
-        let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
-        go_on(config, stop)?;
-        let mut data = setup::data(config, &base, model.config(), report)?;
-        details.push(setup::describe_data(&data.loader));
+        // ---- model, adapters, optimizer ----
+        let (mut model, details) = setup::model(config, &ground, report)?;
         let mut optimizer = setup::optimizer(config, &model);
-
-        // ---- what an earlier process left ----
-        go_on(config, stop)?;
-        let keys = resume::keys(config, &base)?;
-        let begun = match &start {
-            Start::Fresh => Begun::default(),
-            Start::Resume { path, .. } => {
-                resume::resume(config, &folder, path, &keys, (&mut model, &mut optimizer, &mut data.loader))?
-            }
-        };
-        let max_steps = setup::last_step(config, &data.loader, begun.progress.step);
-        let schedule = setup::schedule(config, &begun, max_steps)?;
+        if let Some(checkpoint) = ground.checkpoint.take() {
+            resume::restore(config, checkpoint, &mut model, &mut optimizer)?;
+        }
+        #[rustfmt::skip]
+        let Ground { folder, mut locks, start, selected, base, data, keys, begun, max_steps, schedule, .. } = ground;
 
         // ---- the run's folder ----
         go_on(config, stop)?;
@@ -157,7 +144,6 @@ impl<'a> Run<'a> {
         }
 
         report.start(&setup::info(config, &selected, &model, details, (begun.progress.step, max_steps)));
-        begun.changes.iter().for_each(|change| report.event(&Event::Warning(change.clone())));
         if begun.schedule_restarts {
             report
                 .event(&Event::Note("`ckpt.skip_progress`: the schedule starts anew with the steps".into()));
@@ -375,8 +361,7 @@ impl<'a> Run<'a> {
             let clock = Instant::now();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {
-                    let base = Some(self.config.model.name.clone());
-                    let meta = AdapterMeta { base_model_name_or_path: base };
+                    let meta = AdapterMeta { base_model_name_or_path: Some(self.base_name()) };
                     export::save_adapter(&self.model, 0, &partial.join("lora_adapters"), &meta)
                 } else {
                     export::save_model(
@@ -397,6 +382,12 @@ impl<'a> Run<'a> {
             self.summary.weights = Some(target);
         }
         Ok(())
+    }
+
+    /// What PEFT is to load the base by: its name; the folder of the embedded one, whose name nobody else knows.
+    fn base_name(&self) -> String {
+        let name = &self.config.model.name;
+        if assets::is_embedded(name) { self.summary.base.display().to_string() } else { name.clone() }
     }
 
     /// A folder that is no save of ours makes way for one.
