@@ -183,6 +183,7 @@ fn with_command(error: Error, args: &[String]) -> Error {
 }
 
 fn check(args: &[String]) -> Result<()> {
+    log::init(Level::INFO, LineFormat::Text, None);
     let config::Loaded { config, differences } = config::load(args)?;
     let checked = train::check::check(&config)?;
     print(&format!("{}\n{checked}", describe(&differences).join("\n")))
