@@ -75,7 +75,9 @@ fn what_has_changed_on_the_hub_is_seen_and_the_cache_serves_without_it() {
     let mut gone = Server::new(&[]);
     gone.endpoint = "http://127.0.0.1:9".into();
     let started = Instant::now();
-    preview(&dir, &gone, "owner/data", &[]).succeeds().says(&["new<|im_end|>⟧", "taking owner/data from the cache"]);
+    preview(&dir, &gone, "owner/data", &[])
+        .succeeds()
+        .says(&["new<|im_end|>⟧", "taking owner/data from the cache"]);
     assert!(started.elapsed().as_secs() < 8, "one try is enough where there is a cache");
     preview(&dir, &gone, "owner/other", &[]).fails(1).says(&["owner/other not found", "127.0.0.1:9"]);
 }
