@@ -106,3 +106,16 @@ fn more_memory_than_there_is_is_said() {
     let ran = dir.run(&[&["check", "@", "run.toml"], &args[..]].concat()).succeeds();
     ran.says(&["is estimated to take", "data.micro_batch_size", "the memory may not do"]);
 }
+
+#[test]
+fn weights_that_are_not_there_are_said_and_not_needed() {
+    let dir = RunDir::new();
+    let ok = common::goldens::root().join("bad/_ok/model");
+    std::fs::create_dir(dir.path("model")).unwrap();
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(ok.join(file), dir.path("model").join(file)).unwrap();
+    }
+    let [check, sft] = both(&dir, &["--model.name", "model"]);
+    check.succeeds().says(&["`model` holds no weights", "ready to train once the weights are there"]);
+    sft.fails(1).says(&["model.safetensors"]);
+}

@@ -17,6 +17,8 @@ use crate::report::{Event, Report, RunInfo, StepMetrics, Summary, gib, thousands
 pub struct Checked {
     /// The model's name, and the device it would be trained on.
     pub model: String,
+    /// Whether its weights are on this machine; their headers were held against its sizes then.
+    pub has_weights: bool,
     /// Its sizes.
     pub sizes: Sizes,
     /// What the data are; no rows where they are made up.
@@ -54,6 +56,7 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
         steps: found.max_steps,
         seq_len: plan.seq_len,
         batch_size: config.data.batch_size(),
+        has_weights: found.has_weights,
         sizes: found.sizes,
         memory: found.memory,
         free: found.free,
@@ -156,7 +159,8 @@ impl Checked {
         if self.too_large() {
             return format!("it can start{warnings}, but the memory may not do");
         }
-        format!("ready to train{warnings}")
+        let once = if self.has_weights { "" } else { " once the weights are there" };
+        format!("ready to train{once}{warnings}")
     }
 }
 

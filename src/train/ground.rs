@@ -38,6 +38,8 @@ pub(super) struct Ground {
     pub dtype: DType,
     /// The folder of `config.json` and the tokenizer; with [`Weights::Needed`], of the weights too.
     pub base: PathBuf,
+    /// Whether the weights are there; with [`Weights::Needed`] they are.
+    pub has_weights: bool,
     pub sizes: Sizes,
     pub memory: Memory,
     /// Bytes that are free now, where that is known.
@@ -82,7 +84,10 @@ impl Ground {
         let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
         let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
         warn(report, sizes.warnings.clone());
-        warn(report, check_weights(&base, &selected.device)?.into_iter().flat_map(|r| r.warnings));
+        let weights = check_weights(&base, &selected.device)?;
+        warn(report, weights.is_none().then(|| no_weights(config)));
+        let has_weights = weights.is_some();
+        warn(report, weights.into_iter().flat_map(|report| report.warnings));
         let memory = Memory::estimate(&hf, sizes.counts, load(config, plan, dtype));
         let free = free_bytes(&selected);
         warn(report, too_large(memory, free));
@@ -111,7 +116,7 @@ impl Ground {
         let schedule = setup::schedule(config, &begun, max_steps)?;
         #[rustfmt::skip]
         let ground = Self {
-            folder, locks, start, selected, dtype, base, sizes, memory, free, data, keys, checkpoint, begun, max_steps,
+            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, keys, checkpoint, begun, max_steps,
             schedule,
         };
         Ok(ground)
@@ -137,6 +142,16 @@ pub(super) fn check_folders(config: &SftConfig) -> Result<()> {
     };
     let problems: Vec<Problem> = empty.map(problem).collect();
     if problems.is_empty() { Ok(()) } else { Err(Error::Config(problems)) }
+}
+
+fn no_weights(config: &SftConfig) -> String {
+    let name = &config.model.name;
+    match Path::new(name).is_dir() {
+        true => {
+            format!("`{name}` holds no weights: `sft` needs its `model.safetensors`, or shards with an index")
+        }
+        false => format!("the weights of `{name}` are not on this machine: `sft` downloads them first"),
+    }
 }
 
 fn full_without_ckpt(config: &SftConfig) -> Option<String> {
