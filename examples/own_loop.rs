@@ -14,6 +14,7 @@ use embertune::export::{AdapterMeta, save_adapter};
 use embertune::hub;
 use embertune::model::{Decoder, LoraSpec};
 use embertune::train::optim::Optimizer;
+use embertune::train::ranks::Ranks;
 use embertune::train::step::{StepOptions, forward_backward};
 
 fn main() -> embertune::Result<()> {
@@ -32,11 +33,12 @@ fn main() -> embertune::Result<()> {
 
     let config = OptimConfig { lr: 1e-3, ..OptimConfig::default() };
     let mut optimizer = Optimizer::new(&config, &decoder.trainable());
+    let ranks = Ranks::alone();
     for step in 0..20 {
         let batches = loader.next_step()?.expect("without `num_epochs`, the data has no end");
         let sums = forward_backward(&decoder, &batches, &StepOptions::default())?;
-        // Here is the place for an all-reduce of `sums` over several ranks.
-        if let Some(update) = sums.update(&mut decoder, &mut optimizer, config.lr, config.max_norm)? {
+        // With several ranks: `sums.over(&ranks, &decoder)` first.
+        if let Some(update) = sums.update(&mut decoder, &mut optimizer, config.lr, config.max_norm, &ranks)? {
             println!("step {step}: loss {:.4}, gradient norm {:.3}", update.loss, update.grad_norm);
         }
     }

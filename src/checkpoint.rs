@@ -97,7 +97,7 @@ pub struct Checkpoint {
 }
 
 /// What a run begins with.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Start {
     /// From the model's own weights.
     Fresh,
@@ -113,6 +113,22 @@ pub enum Start {
 impl State {
     /// Version of `state.json` that is written.
     pub const FORMAT: u32 = 1;
+
+    /// Compares what the checkpoint in `path` was made with and what the run has now.
+    ///
+    /// # Errors
+    /// All keys that differ, with both values.
+    pub fn check_identity(&self, path: &Path, now: &BTreeMap<String, String>) -> Result<()> {
+        let changes = changes(&self.identity, now);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        Err(Error::checkpoint(
+            path,
+            format!("the run is another one: {}", changes.join("; ")),
+            "set these keys as they were, or start a new run in another `output_dir`",
+        ))
+    }
 }
 
 impl RunFolder {
@@ -131,6 +147,11 @@ impl RunFolder {
     /// The log file.
     pub fn log(&self) -> PathBuf {
         self.root.join("logs").join("trainer.log")
+    }
+
+    /// The log file of a rank other than 0.
+    pub fn rank_log(&self, rank: usize) -> PathBuf {
+        self.root.join("logs").join(format!("rank_{rank}.log"))
     }
 
     /// Decides where the run begins; changes nothing.
@@ -295,11 +316,23 @@ impl RunFolder {
         Ok(path)
     }
 
-    /// Reads a checkpoint after comparing all its files with `STABLE`.
+    /// Reads a checkpoint after comparing all its files with `STABLE`; of the optimizer's state the tensors that
+    /// `optimizer` names.
     ///
     /// # Errors
     /// A file that is missing, truncated or changed, with an older intact checkpoint as hint.
-    pub fn load(&self, path: &Path, skip_optimizer: bool, device: &Device) -> Result<Checkpoint> {
+    pub fn load(&self, path: &Path, device: &Device, optimizer: impl Fn(&str) -> bool) -> Result<Checkpoint> {
+        let state = self.load_state(path)?;
+        let trainable = tensors::load(&path.join("trainable.safetensors"), device, |_| true)?;
+        let optimizer = tensors::load(&path.join("optimizer.safetensors"), device, optimizer)?;
+        Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
+    }
+
+    /// Reads what isn't tensors of a checkpoint, after comparing all its files with `STABLE`.
+    ///
+    /// # Errors
+    /// As [`RunFolder::load`].
+    pub fn load_state(&self, path: &Path) -> Result<State> {
         folder::verify(path).map_err(|e| self.with_older(path, e))?;
         let file = path.join("state.json");
         let text = fs::read_to_string(&file).map_err(|e| Error::io(&file, "read", e))?;
@@ -311,15 +344,8 @@ impl RunFolder {
             let message = format!("`format` is {format}, this version reads {}", State::FORMAT);
             return Err(Error::checkpoint(&file, message, "resume with the version that wrote it"));
         }
-        let state = serde_json::from_str(&text)
-            .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))?;
-        let trainable = tensors::load(&path.join("trainable.safetensors"), device)?;
-        let optimizer = if skip_optimizer {
-            BTreeMap::new()
-        } else {
-            tensors::load(&path.join("optimizer.safetensors"), device)?
-        };
-        Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
+        serde_json::from_str(&text)
+            .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))
     }
 
     /// Names the newest intact checkpoint other than `path` in the hint.
@@ -339,22 +365,6 @@ impl RunFolder {
 }
 
 impl Checkpoint {
-    /// Compares what the checkpoint was made with and what the run has now.
-    ///
-    /// # Errors
-    /// All keys that differ, with both values.
-    pub fn check_identity(&self, now: &BTreeMap<String, String>) -> Result<()> {
-        let changes = changes(&self.state.identity, now);
-        if changes.is_empty() {
-            return Ok(());
-        }
-        Err(Error::checkpoint(
-            &self.path,
-            format!("the run is another one: {}", changes.join("; ")),
-            "set these keys as they were, or start a new run in another `output_dir`",
-        ))
-    }
-
     /// Takes the tensors that `wanted` (name, shape) lists, in that order.
     ///
     /// # Errors

@@ -8,11 +8,12 @@ use tracing::Level;
 
 use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference};
-use crate::report::log::{self, LogFile};
-use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics};
-use crate::{Error, Result, SftLearner, StopFlag, Summary, train};
+use crate::report::log::{self, LogFile, ToFile};
+use crate::report::{Both, Event, LineFormat, Plain, Report};
+use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
+mod launch;
 mod merge;
 mod preview;
 
@@ -46,6 +47,15 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
+    /// Train with a process for each of several devices of this machine: `launch --ranks 2 -- sft @ run.toml`
+    Launch {
+        /// How many.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+        ranks: u16,
+        /// What each of them does: `sft …`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        args: Vec<String>,
+    },
     /// Write the Hugging Face model that base and adapter make together.
     Merge {
         /// The base model: a folder, or a name as in `model.name`.
@@ -74,6 +84,10 @@ pub fn run() -> u8 {
         Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
         Command::Preview { args } => preview::preview(&args),
+        Command::Launch { ranks, args } => match launch::launch(ranks.into(), &args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };
@@ -215,48 +229,6 @@ fn stop_on_ctrl_c(format: LineFormat) -> Result<StopFlag> {
         hint: String::new(),
     })?;
     Ok(stop)
-}
-
-/// The log file as a listener: opened when the run's folder is ready.
-struct ToFile {
-    file: Option<(LogFile, Plain<LogFile>)>,
-}
-
-impl ToFile {
-    fn new(file: Option<LogFile>, format: LineFormat, level: Level) -> Self {
-        Self { file: file.map(|file| (file.clone(), Plain::new(file, format).from_level(level))) }
-    }
-}
-
-impl Report for ToFile {
-    fn progress(&mut self, _: &str, _: usize, _: usize) {}
-
-    fn start(&mut self, run: &RunInfo) {
-        if let Some((file, plain)) = &mut self.file {
-            if let Err(error) = file.open() {
-                tracing::warn!("no log file: {error}");
-            }
-            plain.start(run);
-        }
-    }
-
-    fn step(&mut self, metrics: &StepMetrics) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.step(metrics);
-        }
-    }
-
-    fn event(&mut self, event: &Event) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.event(event);
-        }
-    }
-
-    fn finish(&mut self, summary: &Summary) {
-        if let Some((_, plain)) = &mut self.file {
-            plain.finish(summary);
-        }
-    }
 }
 
 #[cfg(test)]

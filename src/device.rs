@@ -20,23 +20,32 @@ pub struct Selected {
     pub warning: Option<String>,
 }
 
-/// The device that `device` asks for.
+/// How many devices a run takes: those that are named; every card for `cuda`; else one.
+pub fn count(spec: &DeviceSpec) -> usize {
+    match (spec.kind, spec.indices.len()) {
+        #[cfg(feature = "cuda")]
+        (DeviceKind::Cuda, 0) => crate::ops::cuda::count().max(1),
+        (_, named) => named.max(1),
+    }
+}
+
+/// The kind of device that it comes to: `auto` is CUDA where a card can be used.
+pub fn kind(spec: &DeviceSpec) -> DeviceKind {
+    match spec.kind {
+        #[cfg(feature = "cuda")]
+        DeviceKind::Auto if crate::ops::cuda::count() > 0 => DeviceKind::Cuda,
+        kind => kind,
+    }
+}
+
+/// The device that `device` asks for; of several the first.
 ///
 /// # Errors
-/// A backend that isn't compiled in, a card that isn't there, several devices.
+/// A backend that isn't compiled in, a card that isn't there.
 pub fn select(spec: &DeviceSpec) -> Result<Selected> {
-    let index = match spec.indices[..] {
-        [] => None,
-        [index] => Some(index),
-        [first, ..] => {
-            return Err(Error::device(
-                format!("`device` names {} devices, but a run uses one for now", spec.indices.len()),
-                format!("name one of them, e.g. with the index {first}"),
-            ));
-        }
-    };
+    let index = spec.indices.first().copied();
     match spec.kind {
-        DeviceKind::Auto => auto(),
+        DeviceKind::Auto => auto(index.unwrap_or(0)),
         DeviceKind::Cuda => cuda(index.unwrap_or(0)),
         DeviceKind::Wgpu => wgpu(index),
         DeviceKind::Vulkan => vulkan(index),
@@ -44,10 +53,11 @@ pub fn select(spec: &DeviceSpec) -> Result<Selected> {
     }
 }
 
-fn auto() -> Result<Selected> {
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+fn auto(card: usize) -> Result<Selected> {
     #[cfg(feature = "cuda")]
     if crate::ops::cuda::count() > 0 {
-        return cuda(0);
+        return cuda(card);
     }
     #[cfg(feature = "wgpu")]
     if may_have_gpu()
@@ -196,6 +206,14 @@ mod adapters {
     }
 }
 
+/// The CPU, to keep tensors off the device; the default device in a build without `flex`.
+pub fn host() -> Device {
+    #[cfg(feature = "flex")]
+    return Device::flex();
+    #[cfg(not(feature = "flex"))]
+    return Device::default();
+}
+
 /// The device's own name, e.g. `NVIDIA H200`; `None` on the CPU. Opens the device.
 pub fn hardware_name(device: &Device) -> Option<String> {
     #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -243,10 +261,10 @@ mod tests {
     }
 
     #[test]
-    fn several_devices_are_refused_with_the_first_as_hint() {
-        let error = select(&spec(DeviceKind::Cuda, &[2, 3])).unwrap_err();
-        assert!(error.to_string().contains("2 devices"), "{error}");
-        assert!(error.hint().unwrap().contains("index 2"));
+    fn devices_are_counted() {
+        assert_eq!(count(&spec(DeviceKind::Flex, &[])), 1);
+        assert_eq!(count(&spec(DeviceKind::Auto, &[])), 1);
+        assert_eq!(count(&spec(DeviceKind::Wgpu, &[2, 3])), 2);
     }
 
     #[cfg(feature = "flex")]

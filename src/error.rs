@@ -114,6 +114,16 @@ pub enum Error {
         /// How to mend it.
         hint: String,
     },
+    /// Another of the ranks that train together failed, so this one stops too.
+    #[error("rank {rank}: {message}")]
+    Rank {
+        /// Which.
+        rank: usize,
+        /// What it said.
+        message: String,
+        /// How to mend it.
+        hint: String,
+    },
     /// A file could not be read or written.
     #[error("{}: cannot {doing}", .path.display())]
     Io {
@@ -198,6 +208,22 @@ impl Error {
         Error::Train { message: message.into(), hint: hint.into() }
     }
 
+    /// A [`Error::Rank`].
+    pub fn rank(rank: usize, message: impl Into<String>) -> Self {
+        let hint = format!("`logs/rank_{rank}.log` and the rank's own output say more");
+        Error::Rank { rank, message: message.into(), hint: if rank == 0 { String::new() } else { hint } }
+    }
+
+    /// The same, as an error of the rank that it came up on.
+    #[must_use]
+    pub fn on_rank(self, rank: usize) -> Self {
+        let (message, hint) = (self.to_string(), self.hint().unwrap_or_default());
+        match self {
+            Error::Rank { .. } => self,
+            _ => Error::Rank { rank, message, hint },
+        }
+    }
+
     /// The sentence that says how to mend it, if there is one.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
@@ -209,6 +235,7 @@ impl Error {
             | Error::Device { hint, .. }
             | Error::Hub { hint, .. }
             | Error::Train { hint, .. }
+            | Error::Rank { hint, .. }
             | Error::Interrupted { hint, .. } => hint.clone(),
             // Each problem carries its own hint.
             Error::Config(_) | Error::Io { .. } => String::new(),

@@ -341,7 +341,8 @@ fn configuration_faults_end_with_code_2() {
 fn a_device_that_is_not_there_names_it() {
     let dir = RunDir::new();
     dir.sft(&["--device", "wgpu:99"]).fails(1).says(&["wgpu:99"]);
-    dir.sft(&["--device", "cuda:0,1"]).fails(1).says(&["2 devices"]);
+    let ran = dir.sft(&["--device", "wgpu:98,99"]).fails(1);
+    assert!(ran.stderr.contains("wgpu:98") || ran.stderr.contains("wgpu:99"), "{}", ran.all());
 }
 
 #[test]

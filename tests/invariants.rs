@@ -13,9 +13,10 @@ use burn::tensor::{DType, Device, Tensor};
 use common::goldens::{root, tensors};
 use common::run::RunDir;
 use embertune::config::{LoraConfig, OptimConfig, OptimKind};
-use embertune::data::Batch;
+use embertune::data::{Batch, Stream};
 use embertune::model::{Decoder, LoraSpec};
 use embertune::train::optim::Optimizer;
+use embertune::train::ranks::Ranks;
 use embertune::train::step::{StepOptions, forward_backward};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -167,7 +168,7 @@ fn batch(first: u32, trained: bool) -> Batch {
         loss_mask: (0..t).map(|i| trained && i < 19 && i != 9 && i % 3 == 0).collect(),
         cu_seqlens: ends.to_vec(),
         run_tokens: vec![t as usize],
-        first_token: u64::from(first) * 1000,
+        stream: Stream::unbroken(u64::from(first) * 1000),
     }
 }
 
@@ -205,21 +206,24 @@ fn recomputation_gives_the_same_bits() {
 fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
     let model = with_lora(0.5);
     let loss = |seed, first_token| {
-        let batch = Batch { first_token, ..batch(3, true) };
+        let batch = Batch { stream: Stream::unbroken(first_token), ..batch(3, true) };
         let sums = forward_backward(&model, &[batch], &StepOptions { recompute: None, dropout_seed: seed });
         sums.unwrap().loss
     };
     assert_eq!(loss(1, 0).to_bits(), loss(1, 0).to_bits());
     assert_ne!(loss(1, 0), loss(2, 0));
     assert_ne!(loss(1, 0), loss(1, 24));
-    let held_out = |model: &Decoder| embertune::train::eval::held_out_loss(model, &[batch(3, true)]).unwrap();
+    let held_out = |model: &Decoder| {
+        embertune::train::eval::held_out_loss(model, &[batch(3, true)], &Ranks::alone()).unwrap()
+    };
     assert_eq!(held_out(&model).to_bits(), held_out(&with_lora(0.0)).to_bits());
 }
 
 #[test]
 fn held_out_loss_is_the_mean_over_all_tokens_not_over_batches() {
     let model = with_lora(0.0);
-    let held_out = |batches: &[Batch]| embertune::train::eval::held_out_loss(&model, batches).unwrap();
+    let held_out =
+        |batches: &[Batch]| embertune::train::eval::held_out_loss(&model, batches, &Ranks::alone()).unwrap();
     let (many, few) = (batch(3, true), {
         let mut few = batch(40, true);
         few.loss_mask = (0..24).map(|i| i == 5).collect();
@@ -245,10 +249,10 @@ fn a_step_without_trained_tokens_changes_nothing() {
     let before = bits(&model.trainable_values());
     let sums =
         forward_backward(&model, &[batch(1, false), batch(2, false)], &StepOptions::default()).unwrap();
-    assert!(sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap().is_none());
+    assert!(sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap().is_none());
     assert!(before == bits(&model.trainable_values()));
     assert_eq!(optimizer.updates(), 0);
-    assert!(optimizer.state().is_empty());
+    assert!(optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().is_empty());
 }
 
 #[test]
@@ -258,7 +262,7 @@ fn a_loss_that_is_not_finite_updates_nothing() {
     model = model.set_trainable(values);
     let mut optimizer = adamw(&model);
     let sums = forward_backward(&model, &[batch(1, true)], &StepOptions::default()).unwrap();
-    let error = sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap_err();
+    let error = sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap_err();
     assert!(error.to_string().contains("not finite"), "{error}");
     assert_eq!(optimizer.updates(), 0);
 }
@@ -285,7 +289,7 @@ fn the_base_is_bit_unchanged_after_a_lora_run() {
     let (frozen, trained) = (frozen_hash(&model), bits(&model.trainable_values()));
     for step in 0..5 {
         let sums = forward_backward(&model, &[batch(step, true)], &StepOptions::default()).unwrap();
-        sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0)).unwrap();
+        sums.update(&mut model, &mut optimizer, 1e-2, Some(1.0), &Ranks::alone()).unwrap();
     }
     assert_eq!(frozen, frozen_hash(&model));
     assert!(trained != bits(&model.trainable_values()));

@@ -320,6 +320,17 @@ impl Plan {
         })
     }
 
+    /// The plan of one rank: its own device among those that are named, or the card of its number.
+    #[must_use]
+    pub fn on_rank(&self, local_rank: usize) -> Self {
+        let indices = match self.device.indices.get(local_rank) {
+            Some(&index) => vec![index],
+            None if self.world_size > 1 && self.device.kind != DeviceKind::Flex => vec![local_rank],
+            None => self.device.indices.clone(),
+        };
+        Plan { device: DeviceSpec { indices, ..self.device.clone() }, ..self.clone() }
+    }
+
     /// Steps of the whole run, given those of one pass over the data (`None` if the data has no end).
     ///
     /// # Errors
@@ -408,7 +419,10 @@ const DEVICES: [(&str, DeviceKind); 5] = [
 
 impl DeviceSpec {
     /// `cuda`, `cuda:1`, `cuda:0,1`.
-    fn parse(text: &str) -> std::result::Result<Self, Problem> {
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn parse(text: &str) -> std::result::Result<Self, Problem> {
         let problem = |message, hint| Problem { place: String::new(), message, hint };
         let (name, list) = text.split_once(':').map_or((text, None), |(name, list)| (name, Some(list)));
         let Some((_, kind)) = DEVICES.iter().find(|(n, _)| *n == name) else {

@@ -40,8 +40,9 @@ table! {
         num_epochs: Option<usize> = None, 1..=100_000;
         /// Seed of adapter initialisation and dropout. The order of the data has its own, `data.seed`.
         seed: u64 = 0;
-        /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`); several
-        /// (`cuda:0,1`) are not in yet. `auto` takes the best there is.
+        /// `auto`, `cuda`, `wgpu`, `vulkan` or `flex` (the CPU), with an index (`cuda:1`) or several (`cuda:0,1`), which
+        /// share each step. `cuda` alone takes every card, `auto` the best single device. Of several processes
+        /// (`embertune launch`, torchrun, srun, mpirun) each takes one.
         device: String = "auto".into();
         /// The run folder: checkpoints, weights, metrics, logs and the resolved configuration.
         output_dir: PathBuf = "outputs".into();
@@ -50,7 +51,8 @@ table! {
         /// Write the resolved configuration to `output_dir/configs/sft.toml` (`sft.dry-run.toml` beside an earlier run's)
         /// and stop.
         dry_run: bool = false;
-        /// How long a rank waits for the others; no effect with one rank, all that there is for now.
+        /// How long ranks in several processes wait for each other at the start. Later nobody waits for a rank that is
+        /// gone, and for one that is slow as long as it takes.
         dist_timeout_seconds: u64 = 600, 1..;
         /// The model and how it is held.
         model: ModelConfig = ModelConfig::default();

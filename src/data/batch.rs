@@ -1,6 +1,6 @@
 //! Documents of packed rows → the flat arrays of a [`Batch`].
 
-use super::{Batch, Sample};
+use super::{Batch, Sample, Stream};
 
 /// Sizes of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,8 +17,8 @@ pub(super) struct Layout {
 ///
 /// # Panics
 /// If the documents of a row don't fit into it: the packer's promise.
-pub(super) fn batch(layout: Layout, rows: Vec<Vec<Sample>>, first_token: u64) -> Batch {
-    let mut batch = Batch { cu_seqlens: vec![0], first_token, ..Default::default() };
+pub(super) fn batch(layout: Layout, rows: Vec<Vec<Sample>>, stream: Stream) -> Batch {
+    let mut batch = Batch { cu_seqlens: vec![0], stream, ..Default::default() };
     let mut rows = rows.into_iter();
     for end in (1..=layout.micro_batch_size).map(|row| row * layout.seq_len) {
         rows.next().unwrap_or_default().iter().for_each(|document| add(&mut batch, document));
@@ -55,20 +55,20 @@ mod tests {
     fn documents_and_padding_keep_apart() {
         let layout = Layout { seq_len: 6, max_document: 6, micro_batch_size: 3 };
         let rows = vec![vec![document(&[4, 5, 7]), document(&[9])], vec![document(&[1, 2, 3, 4, 5, 6])]];
-        let got = batch(layout, rows, 77);
+        let got = batch(layout, rows, Stream::unbroken(77));
         assert_eq!(got.input_ids, [4, 5, 7, 9, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0]);
         assert_eq!(got.position_ids, [0, 1, 2, 0, 0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]);
         assert_eq!(got.targets, [5, 7, 0, 0, 0, 0, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0, 0]);
         let mask = [1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0].map(|m| m == 1);
         assert_eq!(got.loss_mask, mask);
         assert_eq!(got.cu_seqlens, [0, 3, 4, 6, 12, 18]);
-        assert_eq!((got.run_tokens, got.first_token), (vec![18], 77));
+        assert_eq!((got.run_tokens, got.stream), (vec![18], Stream::unbroken(77)));
     }
 
     #[test]
     fn padding_keeps_to_the_position_limit() {
         let layout = Layout { seq_len: 8, max_document: 3, micro_batch_size: 1 };
-        let got = batch(layout, vec![vec![document(&[1])]], 0);
+        let got = batch(layout, vec![vec![document(&[1])]], Stream::default());
         assert_eq!(got.cu_seqlens, [0, 1, 4, 7, 8]);
         assert_eq!(got.position_ids.iter().max(), Some(&2));
     }

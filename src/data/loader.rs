@@ -13,7 +13,7 @@ use super::pack::{RowPlanner, Waiting};
 use super::read::Reading;
 use super::report::DataReport;
 use super::tokenize::ChatTokenizer;
-use super::{Batch, Sample};
+use super::{Batch, Sample, Stream};
 use crate::config::{FakeDataConfig, SftDataConfig};
 use crate::error::{Error, Result};
 
@@ -29,7 +29,7 @@ pub struct LoaderState {
     pub position: u64,
     /// Documents in the packing window, oldest first.
     pub window: Vec<u64>,
-    /// Tokens handed out so far, padding included.
+    /// Tokens of the rows handed out so far, padding included, over all ranks.
     pub tokens: u64,
     /// Steps handed out so far.
     pub steps: u64,
@@ -50,12 +50,22 @@ impl fmt::Debug for Corpus {
     }
 }
 
+/// Which rows of a step are handed out.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    rank: usize,
+    ranks: usize,
+}
+
+const ALL: Share = Share { rank: 0, ranks: 1 };
+
 /// The stream of batches of one run.
 #[derive(Debug)]
 pub struct Loader {
     corpus: Corpus,
     planner: RowPlanner,
     layout: Layout,
+    share: Share,
     batch_size: usize,
     tokens: u64,
     steps: u64,
@@ -115,6 +125,7 @@ impl Loader {
             corpus: Corpus::Rows(read.samples),
             planner,
             layout,
+            share: ALL,
             batch_size: data.batch_size,
             tokens: 0,
             steps: 0,
@@ -139,6 +150,7 @@ impl Loader {
         Ok(Self {
             planner: RowPlanner::new(order, data.seq_len),
             layout,
+            share: ALL,
             batch_size: data.batch_size,
             tokens: 0,
             steps: 0,
@@ -152,7 +164,7 @@ impl Loader {
     /// The micro-batches of the next optimizer step; `None` after the last epoch.
     ///
     /// The last step may have fewer rows: it has fewer micro-batches, and its last one is filled with
-    /// rows of padding, so that shapes stay the same.
+    /// rows of padding, so that shapes stay the same. With [`Loader::shared`], those of one rank.
     ///
     /// # Errors
     /// None today: everything is read at the start.
@@ -163,13 +175,34 @@ impl Loader {
             return Ok(None);
         }
         self.steps += 1;
-        let batches = rows.chunks(self.layout.micro_batch_size).map(|rows| {
-            let rows = rows.iter().map(|row| self.corpus.documents(row)).collect();
-            let batch = batch(self.layout, rows, self.tokens);
-            self.tokens += batch.tokens() as u64;
-            batch
+        let (micro, Share { rank, ranks }) = (self.layout.micro_batch_size, self.share);
+        let seq_len = self.layout.seq_len as u64;
+        let own: Vec<_> = rows.iter().skip(rank).step_by(ranks).collect();
+        let batches = (0..rows.len().div_ceil(micro * ranks)).map(|n| {
+            let rows = own.iter().skip(n * micro).take(micro).map(|row| self.corpus.documents(row));
+            let stream = Stream {
+                first: self.tokens + (rank + n * micro * ranks) as u64 * seq_len,
+                row: self.layout.seq_len,
+                stride: ranks as u64 * seq_len,
+                skipped: 0,
+            };
+            batch(self.layout, rows.collect(), stream)
         });
-        Ok(Some(batches.collect()))
+        let batches = batches.collect();
+        self.tokens += rows.len() as u64 * seq_len;
+        Ok(Some(batches))
+    }
+
+    /// Hands out the rows of one rank alone from now on: row k of a step belongs to rank k mod `ranks`. All ranks get
+    /// as many micro-batches in each step, the last of some with nothing but padding in them; the state is the same
+    /// on all, and fits any number of ranks.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    #[must_use]
+    pub fn shared(self, rank: usize, ranks: usize) -> Self {
+        assert!(rank < ranks, "rank {rank} of {ranks}");
+        Self { share: Share { rank, ranks }, ..self }
     }
 
     /// Where the stream is.

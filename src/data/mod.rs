@@ -42,6 +42,8 @@ pub use row::{Body, Conversation, Place, Row, read_rows};
 pub use show::{Preview, preview};
 pub use tokenize::ChatTokenizer;
 
+pub use crate::ops::Stream;
+
 /// One tokenised document, before packing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sample {
@@ -68,8 +70,8 @@ pub struct Batch {
     pub cu_seqlens: Vec<u32>,
     /// Tokens of each adapter run, summing to T; `[T]` for a single run.
     pub run_tokens: Vec<usize>,
-    /// Index of the first token in the whole run's stream: the counter of the dropout generator.
-    pub first_token: u64,
+    /// Where the tokens lie in the whole run's stream: the counter of the dropout generator.
+    pub stream: Stream,
 }
 
 impl Batch {

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use super::HfConfig;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ops::{Documents, Rope};
+use crate::ops::{Documents, Rope, Stream};
 
 /// One micro-batch on the device, checked.
 #[derive(Debug, Clone)]
@@ -16,7 +16,7 @@ pub struct Inputs {
     /// Positions that have a trained target, and those targets; `None` where there is none.
     pub(super) trained: Option<(Tensor<1, Int>, Tensor<1, Int>)>,
     pub(super) run_tokens: Vec<usize>,
-    pub(super) first_token: u64,
+    pub(super) stream: Stream,
     pub(super) dropout_seed: Option<u64>,
 }
 
@@ -47,7 +47,7 @@ impl Inputs {
             documents: Documents { cu_seqlens: batch.cu_seqlens.as_slice().into() },
             trained,
             run_tokens: batch.run_tokens.clone(),
-            first_token: batch.first_token,
+            stream: batch.stream,
             dropout_seed,
         })
     }

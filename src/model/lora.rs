@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::Inputs;
 use crate::config::{InitLoraWeights, LoraConfig, TargetModules};
-use crate::ops::{self, Dropout, LoraPart};
+use crate::ops::{self, Dropout, LoraPart, Stream};
 
 /// What one adapter run trains, in PEFT's terms.
 #[derive(Debug, Clone, PartialEq)]
@@ -153,13 +153,13 @@ impl Adapter {
     }
 
     /// The run's share in the stacked product.
-    fn part(&self, tokens: usize, first_token: u64, seed: Option<u64>) -> LoraPart {
+    fn part(&self, tokens: usize, stream: Stream, seed: Option<u64>) -> LoraPart {
         let dropout = seed.filter(|_| self.dropout > 0.0);
         LoraPart {
             tokens,
             rank: self.lora_a.dims()[0],
             scale: self.scale,
-            dropout: dropout.map(|seed| Dropout { p: self.dropout, key: mix(seed, self.key), first_token }),
+            dropout: dropout.map(|seed| Dropout { p: self.dropout, key: mix(seed, self.key), stream }),
         }
     }
 }
@@ -240,7 +240,7 @@ impl Linear {
     /// `None` where no run that has tokens adapts this layer.
     pub(super) fn stacked(&self, inputs: &Inputs) -> Option<Stacked> {
         let (mut a, mut b, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        let mut first_token = inputs.first_token;
+        let mut stream = inputs.stream;
         for (adapter, &tokens) in self.adapters.iter().zip(&inputs.run_tokens) {
             match adapter {
                 _ if tokens == 0 => continue,
@@ -248,10 +248,10 @@ impl Linear {
                 Some(adapter) => {
                     a.push(adapter.lora_a.val());
                     b.push(adapter.lora_b.val());
-                    parts.push(adapter.part(tokens, first_token, inputs.dropout_seed));
+                    parts.push(adapter.part(tokens, stream, inputs.dropout_seed));
                 }
             }
-            first_token += tokens as u64;
+            stream = stream.after(tokens);
         }
         let one = |mut tensors: Vec<Tensor<2>>, dim| match tensors.len() {
             1 => tensors.remove(0),

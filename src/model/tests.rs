@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::*;
 use crate::config::{InitLoraWeights, LoraConfig, TargetModules};
-use crate::data::Batch;
+use crate::data::{Batch, Stream};
 
 fn config(tied: bool) -> HfConfig {
     HfConfig {
@@ -268,7 +268,7 @@ fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
     assert_eq!(loss(Some(1)), loss(Some(1)));
     assert_ne!(loss(Some(1)), loss(Some(2)));
     assert_ne!(loss(Some(1)), loss(None));
-    let later = Batch { first_token: 13, ..batch.clone() };
+    let later = Batch { stream: Stream::unbroken(13), ..batch.clone() };
     let moved = floats(decoder.loss_sum(&decoder.inputs(&later, Some(1)).unwrap()))[0];
     assert_ne!(loss(Some(1)), moved, "the mask counts tokens of the whole stream");
 }

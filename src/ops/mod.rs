@@ -97,8 +97,22 @@ pub struct Dropout {
     pub p: f32,
     /// The generator's key: seed, run and module mixed.
     pub key: u64,
-    /// Index in the run's whole token stream of the part's first token.
-    pub first_token: u64,
+    /// Where the part's tokens lie among all of the run's.
+    pub stream: Stream,
+}
+
+/// Where the tokens of a batch, or of one run in it, lie in the stream of all tokens that a run ever sees: pieces of
+/// `row` tokens, `stride` from the start of one to the start of the next. Data parallel ranks have every R-th row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream {
+    /// Index in the stream of the batch's first token.
+    pub first: u64,
+    /// Tokens of a piece.
+    pub row: usize,
+    /// Tokens in the stream from one piece's start to the next one's.
+    pub stride: u64,
+    /// Tokens of the batch that come before the part.
+    pub skipped: usize,
 }
 
 /// Root-mean-square norm over the last dimension: `weight · x / sqrt(mean(x²) + eps)`,
@@ -335,6 +349,31 @@ pub struct AdamW {
     pub grad_scale: f64,
 }
 
+impl Stream {
+    /// Tokens that follow each other in the stream too.
+    pub fn unbroken(first: u64) -> Self {
+        Self { first, row: usize::MAX, stride: 0, skipped: 0 }
+    }
+
+    /// The same, seen from `tokens` further on in the batch.
+    #[must_use]
+    pub fn after(self, tokens: usize) -> Self {
+        Self { skipped: self.skipped + tokens, ..self }
+    }
+
+    /// Index in the stream of token `n`.
+    pub fn index(&self, n: usize) -> u64 {
+        let n = self.skipped + n;
+        self.first + (n / self.row) as u64 * self.stride + (n % self.row) as u64
+    }
+}
+
+impl Default for Stream {
+    fn default() -> Self {
+        Self::unbroken(0)
+    }
+}
+
 impl Dropout {
     /// The factors of the part's token `n`: 0 with probability p, else 1/(1 − p).
     pub fn factors(&self, n: usize, row: &mut [f32]) {
@@ -342,7 +381,7 @@ impl Dropout {
         use rand_chacha::rand_core::{Rng, SeedableRng};
         let mut generator = ChaCha8Rng::seed_from_u64(self.key);
         // One stream a token: no position depends on the width of the layer.
-        generator.set_stream(self.first_token + n as u64);
+        generator.set_stream(self.stream.index(n));
         let keep = 1.0 / (1.0 - self.p);
         // A u32 below this is a zero; 2^32 itself stands for p = 1.
         let limit = (f64::from(self.p) * 2f64.powi(32)) as u64;

@@ -13,7 +13,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
-use super::LineFormat;
+use super::{Event as Told, LineFormat, Plain, Report, RunInfo, StepMetrics, Summary};
 use crate::{Error, Result};
 
 /// A log file that keeps what it is told in memory until the run's folder is ready for it, so
@@ -64,6 +64,50 @@ impl Write for LogFile {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// The log file as a listener: opened when the run's folder is ready.
+#[derive(Debug)]
+pub struct ToFile {
+    file: Option<(LogFile, Plain<LogFile>)>,
+}
+
+impl ToFile {
+    /// Lines of this format from `level` on; without a file, nothing.
+    pub fn new(file: Option<LogFile>, format: LineFormat, level: Level) -> Self {
+        Self { file: file.map(|file| (file.clone(), Plain::new(file, format).from_level(level))) }
+    }
+}
+
+impl Report for ToFile {
+    fn progress(&mut self, _: &str, _: usize, _: usize) {}
+
+    fn start(&mut self, run: &RunInfo) {
+        if let Some((file, plain)) = &mut self.file {
+            if let Err(error) = file.open() {
+                tracing::warn!("no log file: {error}");
+            }
+            plain.start(run);
+        }
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.step(metrics);
+        }
+    }
+
+    fn event(&mut self, event: &Told) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.event(event);
+        }
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        if let Some((_, plain)) = &mut self.file {
+            plain.finish(summary);
+        }
     }
 }
 

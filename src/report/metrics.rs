@@ -41,6 +41,8 @@ pub struct StepMetrics {
     pub lr: f64,
     /// Tokens through the model in this step, padding included.
     pub tokens: usize,
+    /// Ranks that shared the step.
+    pub ranks: usize,
     /// Trained tokens of this step.
     pub trained_tokens: usize,
     /// Tokens through the model so far.
@@ -96,6 +98,7 @@ impl StepMetrics {
         row.insert("perf/tokens".into(), json!(self.tokens));
         row.insert("perf/trained_tokens".into(), json!(self.trained_tokens));
         row.insert("perf/throughput".into(), json!(self.throughput()));
+        row.insert("perf/throughput_per_gpu".into(), json!(self.throughput() / self.ranks.max(1) as f64));
         row.insert("perf/trained_throughput".into(), json!(self.trained_throughput()));
         let optional = [
             ("perf/mfu", self.mfu.map(|v| json!(v))),
@@ -167,6 +170,7 @@ mod tests {
             step: 3,
             loss: 2.0,
             tokens: 100,
+            ranks: 2,
             trained_tokens: 50,
             time: PhaseTimes { data: 0.5, forward_backward: 1.0, optimizer: 0.5, ..Default::default() },
             ..Default::default()
@@ -176,6 +180,7 @@ mod tests {
             assert!(row[name].is_number(), "{name} in {row}");
         }
         assert_eq!(row["perf/throughput"], 50.0);
+        assert_eq!(row["perf/throughput_per_gpu"], 25.0);
         assert_eq!(row["perf/trained_throughput"], 25.0);
         assert!(row.get("val/loss").is_none() && row.get("perf/mfu").is_none());
     }

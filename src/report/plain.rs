@@ -21,6 +21,7 @@ pub enum LineFormat {
 }
 
 /// Writes lines to `W`. A write that fails is dropped: a closed terminal must not end a run.
+#[derive(Debug)]
 pub struct Plain<W> {
     out: W,
     format: LineFormat,

@@ -4,6 +4,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::ground::{Ground, Weights, check_folders};
+use super::ranks::{Ranks, World};
 use super::setup;
 use super::sft::StopFlag;
 use crate::Result;
@@ -45,9 +46,10 @@ pub struct Checked {
 /// What would keep the run from starting.
 pub fn check(config: &SftConfig) -> Result<Checked> {
     check_folders(config)?;
-    let plan = Plan::new(config, 1)?;
+    let plan = Plan::new(config, World::of(config)?.ranks())?;
     let mut warnings = Warnings::default();
-    let found = Ground::survey(config, &plan, Weights::IfThere, &mut warnings, &StopFlag::default())?;
+    let (mut alone, stop) = (Ranks::alone(), StopFlag::default());
+    let found = Ground::survey(config, &plan, Weights::IfThere, &mut alone, &mut warnings, &stop)?;
     let dtype = format!("{:?}", found.dtype).to_lowercase();
     Ok(Checked {
         model: format!("{} on {} in {dtype}", config.model.name, found.selected.name),

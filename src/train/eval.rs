@@ -5,25 +5,28 @@
 
 use burn::module::Module;
 
+use super::ranks::Ranks;
 use crate::data::Batch;
 use crate::model::Decoder;
 use crate::{Error, Result};
 
-/// Mean loss over the trained tokens of `batches`.
+/// Mean loss over the trained tokens of `batches`, which the ranks share.
 ///
 /// # Errors
 /// A set without any trained token, or a batch that doesn't hold.
-pub fn held_out_loss(model: &Decoder, batches: &[Batch]) -> Result<f64> {
+pub fn held_out_loss(model: &Decoder, batches: &[Batch], ranks: &Ranks) -> Result<f64> {
     let model = model.valid();
     let (mut sum, mut tokens) = (0.0, 0);
-    for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
+    let trained = batches.iter().filter(|b| b.trained_tokens() > 0);
+    for batch in trained.skip(ranks.rank()).step_by(ranks.count()) {
         let inputs = model.inputs(batch, None)?;
         let loss = model.loss_sum(&inputs).to_data().try_to_vec::<f32>().expect("the loss is f32");
         sum += f64::from(loss[0]);
         tokens += batch.trained_tokens();
     }
-    if tokens == 0 {
+    let [sum, tokens] = ranks.sum_f64([sum, tokens as f64])?;
+    if tokens == 0.0 {
         return Err(Error::train("the validation set has no trained token", "look at `val.data`"));
     }
-    Ok(sum / tokens as f64)
+    Ok(sum / tokens)
 }

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::DType;
 
+use super::ranks::Ranks;
 use super::resume::{self, Begun, Keys};
 use super::schedule::Schedule;
 use super::setup::{self, Data, go_on};
 use super::sft::StopFlag;
-use crate::checkpoint::{Checkpoint, Locks, RunFolder, Start};
+use crate::checkpoint::{Locks, RunFolder, Start};
 use crate::config::{OptimKind, Plan, SftConfig};
 use crate::data::{ChatTokenizer, DataReport};
 use crate::device::{Selected, compute_dtype, select};
@@ -46,8 +47,7 @@ pub(super) struct Ground {
     pub free: Option<u64>,
     pub data: Data,
     pub keys: Keys,
-    /// What the run goes on from; its data position is restored.
-    pub checkpoint: Option<Checkpoint>,
+    /// Where the run begins; the data are there.
     pub begun: Begun,
     /// The step that the run ends at.
     pub max_steps: usize,
@@ -55,26 +55,31 @@ pub(super) struct Ground {
 }
 
 impl Ground {
-    /// Looks at folder, device, model files, data and checkpoint, in this order; changes nothing.
+    /// Looks at device, folder, model files, data and checkpoint, in this order; changes nothing.
     pub fn survey(
         config: &SftConfig,
         plan: &Plan,
         weights: Weights,
+        ranks: &mut Ranks,
         report: &mut dyn Report,
         stop: &StopFlag,
     ) -> Result<Self> {
-        // ---- the run's folder ----
-        let folder = RunFolder::new(config);
-        folder.check_writable()?;
-        let locks = Locks::of_existing(&folder)?;
-        let start = folder.start(config)?;
-        warn(report, full_without_ckpt(config));
-
-        // ---- device and model ----
+        // ---- device and folder ----
         let selected = select(&plan.device)?;
         let dtype = compute_dtype(&selected, &config.model.dtype)?;
+        ranks.on_device(&selected.device)?;
+        let folder = RunFolder::new(config);
+        let mut locks = Locks::default();
+        let start = ranks.from_first(|| {
+            folder.check_writable()?;
+            locks = Locks::of_existing(&folder)?;
+            folder.start(config)
+        })?;
+        warn(report, full_without_ckpt(config));
         warn(report, selected.warning.clone());
-        go_on(config, stop)?;
+
+        // ---- model ----
+        go_on(config, ranks, stop)?;
         let base = match weights {
             Weights::Needed => hub::model_dir(&config.model.name)?,
             Weights::IfThere => hub::config_dir(&config.model.name)?,
@@ -93,8 +98,8 @@ impl Ground {
         warn(report, too_large(memory, free));
 
         // ---- data ----
-        go_on(config, stop)?;
-        let mut data = setup::data(config, &base, &hf, report)?;
+        go_on(config, ranks, stop)?;
+        let mut data = setup::data(config, &base, &hf, ranks, report)?;
         if let Some(tokenizer) = data.tokenizer.as_ref().filter(|_| data.loader.report().has_chats()) {
             warn(report, untrained_chat_tokens(config, &base, tokenizer)?);
         }
@@ -102,21 +107,20 @@ impl Ground {
         warn(report, too_little_data(config, data.loader.report()));
 
         // ---- what an earlier process left ----
-        go_on(config, stop)?;
+        go_on(config, ranks, stop)?;
         let keys = resume::keys(config, &base)?;
-        let checkpoint = match &start {
-            Start::Fresh => None,
+        let begun = match &start {
+            Start::Fresh => Begun::default(),
             Start::Resume { path, .. } => {
-                Some(resume::read(config, &folder, path, &keys, &selected.device, &mut data.loader)?)
+                resume::fit(config, path, folder.load_state(path)?, &keys, &mut data.loader)?
             }
         };
-        let begun = checkpoint.as_ref().map(|c| resume::begun(config, &c.state, &keys)).unwrap_or_default();
         warn(report, begun.changes.iter().cloned());
         let max_steps = setup::last_step(config, &data.loader, begun.progress.step);
         let schedule = setup::schedule(config, &begun, max_steps)?;
         #[rustfmt::skip]
         let ground = Self {
-            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, keys, checkpoint, begun, max_steps,
+            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, keys, begun, max_steps,
             schedule,
         };
         Ok(ground)

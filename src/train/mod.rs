@@ -5,6 +5,7 @@ pub mod eval;
 mod ground;
 pub mod metrics;
 pub mod optim;
+pub mod ranks;
 mod resume;
 pub mod schedule;
 mod setup;

@@ -13,12 +13,14 @@
 
 use std::collections::BTreeMap;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
+use super::ranks::Ranks;
 use crate::checkpoint::Named;
 use crate::config::{OptimConfig, OptimKind};
+use crate::device::host;
 use crate::model::Trainable;
-use crate::ops;
+use crate::{Result, ops};
 
 /// Dion's ε, for the norm in [`newton_schulz`] and for AdamW beside Muon.
 const MUON_EPS: f64 = 1e-8;
@@ -49,6 +51,16 @@ pub struct Optimizer {
     slots: Vec<Slot>,
     updates: usize,
     held_in: DType,
+    /// Which rank updates each parameter and holds its state (ZeRO-1, arXiv 1910.02054); `None`: every rank does
+    /// all of it.
+    shards: Option<Shards>,
+}
+
+/// The parameters shared out among the ranks.
+#[derive(Debug)]
+struct Shards {
+    rank: usize,
+    owners: Vec<usize>,
 }
 
 impl Optimizer {
@@ -61,7 +73,7 @@ impl Optimizer {
             weight_decay: config.weight_decay,
             state: Vec::new(),
         });
-        Self { slots: slots.collect(), updates: 0, held_in: DType::F32 }
+        Self { slots: slots.collect(), updates: 0, held_in: DType::F32, shards: None }
     }
 
     /// Leaves weight decay only on the parameters whose name `decayed` accepts, e.g.
@@ -80,12 +92,33 @@ impl Optimizer {
         Self { held_in: dtype, ..self }
     }
 
+    /// Each rank updates a part of the parameters, and holds the state of that part alone.
+    #[must_use]
+    pub fn sharded(self, ranks: &Ranks) -> Self {
+        let sizes: Vec<usize> = self.slots.iter().map(|slot| slot.shape.iter().product()).collect();
+        let shards = Shards { rank: ranks.rank(), owners: ranks.owners(&sizes) };
+        Self { shards: (ranks.count() > 1).then_some(shards), ..self }
+    }
+
+    fn is_own(&self, slot: usize) -> bool {
+        self.shards.as_ref().is_none_or(|shards| shards.owners[slot] == shards.rank)
+    }
+
+    /// Whether a tensor of a saved state is another rank's to hold.
+    pub fn leaves_out(&self, name: &str) -> bool {
+        let slot = self.slots.iter().position(|slot| {
+            name.strip_prefix(slot.name.as_str())
+                .is_some_and(|rest| rest.starts_with('.') && !rest[1..].contains('.'))
+        });
+        slot.is_some_and(|slot| !self.is_own(slot))
+    }
+
     /// Number of finished updates.
     pub fn updates(&self) -> usize {
         self.updates
     }
 
-    /// The parameters after one more update. `grads` are sums; each is multiplied by `grad_scale`
+    /// The parameters after one more update, other ranks' as they were ([`Optimizer::spread`] brings them). `grads` are sums; each is multiplied by `grad_scale`
     /// (1/tokens times the clip coefficient) before use.
     ///
     /// # Panics
@@ -103,9 +136,11 @@ impl Optimizer {
         let step = Step { lr, grad_scale, updates };
         let mut updated: Vec<Option<Tensor<1>>> = Vec::with_capacity(values.len());
         let mut adamw = AdamWBatch::default();
-        for (n, (slot, (value, grad))) in self.slots.iter_mut().zip(values.into_iter().zip(grads)).enumerate()
-        {
+        for (n, (value, grad)) in values.into_iter().zip(grads).enumerate() {
+            let own = self.is_own(n);
+            let slot = &mut self.slots[n];
             updated.push(match slot.rule {
+                _ if !own => Some(value),
                 Rule::AdamW { .. } => {
                     adamw.add(n, slot, value, grad, step);
                     None
@@ -118,33 +153,58 @@ impl Optimizer {
             updated[n] = Some(value);
         }
         let updated = updated.into_iter().map(|value| value.expect("each parameter has one rule"));
-        updated
-            .map(|value| if held_in == DType::F32 { value } else { value.cast(held_in).cast(DType::F32) })
-            .collect()
-    }
-
-    /// The state, `PARAMETER.exp_avg` and so on; none before the first update.
-    pub fn state(&self) -> Vec<Named> {
-        let of_slot = |slot: &Slot| -> Vec<Named> {
-            let tensors = slot.rule.state_names().iter().zip(&slot.state);
-            tensors
-                .map(|(kind, values)| Named {
-                    name: format!("{}.{kind}", slot.name),
-                    shape: slot.shape.clone(),
-                    values: values.clone(),
-                })
-                .collect()
+        let round = |value: Tensor<1>| match held_in {
+            DType::F32 => value,
+            held_in => value.cast(held_in).cast(DType::F32),
         };
-        self.slots.iter().flat_map(of_slot).collect()
+        updated.map(round).collect()
     }
 
-    /// Takes over a saved state after `updates` updates.
+    /// Updated parameters, each as the rank has it that updates it.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn spread(&self, values: Vec<Tensor<1>>, ranks: &Ranks) -> Result<Vec<Tensor<1>>> {
+        match &self.shards {
+            None => Ok(values),
+            Some(shards) => ranks.spread(values, &shards.owners),
+        }
+    }
+
+    /// The state, `PARAMETER.exp_avg` and so on, none before the first update: all of it on rank 0, on the host what
+    /// other ranks hold. Every rank takes part.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn state(&self, ranks: &Ranks, device: &Device) -> Result<Vec<Named>> {
+        let mut all = Vec::new();
+        for (n, slot) in self.slots.iter().enumerate().filter(|_| self.updates > 0) {
+            for (k, kind) in slot.rule.state_names().iter().enumerate() {
+                let mut values = slot.state.get(k).cloned();
+                if let Some(shards) = &self.shards {
+                    let none = || Tensor::zeros([slot.shape.iter().product::<usize>()], device);
+                    let owner = &shards.owners[n..=n];
+                    let part = ranks.spread(vec![values.unwrap_or_else(none)], owner)?.remove(0);
+                    let foreign = ranks.is_first() && owner[0] != shards.rank;
+                    values = Some(if foreign { Tensor::from_data(part.into_data(), &host()) } else { part });
+                }
+                // No state before a parameter's own first update.
+                let Some(values) = values.filter(|_| ranks.is_first()) else { continue };
+                all.push(Named { name: format!("{}.{kind}", slot.name), shape: slot.shape.clone(), values });
+            }
+        }
+        Ok(all)
+    }
+
+    /// Takes over a saved state after `updates` updates; of what is shared out, its own part.
     ///
     /// # Errors
     /// What doesn't fit: a missing, an unknown or a mis-shaped tensor, with its name.
     pub fn restore(&mut self, mut state: BTreeMap<String, Named>, updates: usize) -> Result<(), String> {
-        for slot in &mut self.slots {
-            let names = if updates == 0 { &[] } else { slot.rule.state_names() };
+        for n in 0..self.slots.len() {
+            let own = self.is_own(n);
+            let slot = &mut self.slots[n];
+            let names = if updates == 0 || !own { &[] } else { slot.rule.state_names() };
             let mut tensors = Vec::with_capacity(names.len());
             for kind in names {
                 let name = format!("{}.{kind}", slot.name);

@@ -5,11 +5,10 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use burn::tensor::Device;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::optim::Optimizer;
-use crate::checkpoint::{Checkpoint, Progress, RunFolder, State, changes};
+use crate::checkpoint::{Progress, RunFolder, State, changes};
 use crate::config::{SchedulerConfig, SftConfig};
 use crate::data::Loader;
 use crate::model::Decoder;
@@ -119,60 +118,55 @@ pub(super) struct Begun {
     pub schedule_restarts: bool,
 }
 
-/// Reads a checkpoint that fits the run, and takes the data to where it was, as far as the `ckpt.skip_*` keys
-/// want them.
-pub(super) fn read(
+/// Holds a checkpoint against the run, and takes the data to where it was, as far as the `ckpt.skip_*` keys want them.
+pub(super) fn fit(
     config: &SftConfig,
-    folder: &RunFolder,
     path: &Path,
+    mut state: State,
     keys: &Keys,
-    device: &Device,
     loader: &mut Loader,
-) -> Result<Checkpoint> {
+) -> Result<Begun> {
     let ckpt = config.ckpt.as_ref().expect("`ckpt.resume_step` is in `[ckpt]`");
-    let mut checkpoint = folder.load(path, ckpt.skip_optimizer, device)?;
     let mut fixed = keys.fixed.clone();
     if ckpt.skip_optimizer {
         fixed.remove("optim.type");
-        checkpoint.state.identity.remove("optim.type");
+        state.identity.remove("optim.type");
     }
     if !keys.fixed.contains_key("model.name") {
-        checkpoint.state.identity.remove("model.name");
+        state.identity.remove("model.name");
     }
-    checkpoint.check_identity(&fixed)?;
+    state.check_identity(path, &fixed)?;
     if !ckpt.skip_dataloader {
-        loader.restore(checkpoint.state.loader.clone())?;
+        loader.restore(state.loader)?;
     }
-    Ok(checkpoint)
-}
-
-/// Where a run begins that goes on from `state`.
-pub(super) fn begun(config: &SftConfig, state: &State, keys: &Keys) -> Begun {
-    let ckpt = config.ckpt.clone().unwrap_or_default();
-    Begun {
+    Ok(Begun {
         progress: if ckpt.skip_progress { Progress::default() } else { state.progress },
         // Counted from 0, the run has as many steps again: the old place on the schedule would be past its end.
         schedule_step: if ckpt.skip_scheduler || ckpt.skip_progress { 0 } else { state.schedule_step },
         schedule_restarts: ckpt.skip_progress && !ckpt.skip_scheduler,
         changes: changes(&state.settings, &keys.settings),
-    }
+    })
 }
 
-/// Puts a checkpoint into model and optimizer.
+/// Puts a checkpoint that fits into model and optimizer.
 pub(super) fn restore(
     config: &SftConfig,
-    mut checkpoint: Checkpoint,
+    folder: &RunFolder,
+    path: &Path,
     model: &mut Decoder,
     optimizer: &mut Optimizer,
 ) -> Result<()> {
+    let skip_optimizer = config.ckpt.as_ref().is_some_and(|ckpt| ckpt.skip_optimizer);
+    let mut checkpoint =
+        folder.load(path, &model.device(), |name| !skip_optimizer && !optimizer.leaves_out(name))?;
     let trainable = model.trainable();
     let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
     let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
     *model = model.clone().set_trainable(values);
-    if config.ckpt.as_ref().is_some_and(|ckpt| ckpt.skip_optimizer) {
+    if skip_optimizer {
         return Ok(());
     }
-    let file = checkpoint.path.join("optimizer.safetensors");
+    let file = path.join("optimizer.safetensors");
     let failed = |message| Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`");
     optimizer.restore(checkpoint.optimizer, checkpoint.state.optimizer_updates).map_err(failed)
 }

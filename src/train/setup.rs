@@ -6,12 +6,14 @@ use std::sync::Arc;
 use burn::tensor::DType;
 
 use super::ground::Ground;
-use super::metrics::{FlopCounts, peak_flops};
+use super::metrics::{FlopCounts, MetricsFile, peak_flops};
 use super::optim::Optimizer;
-use super::resume::Begun;
+use super::ranks::Ranks;
+use super::resume::{Begun, Keys};
 use super::schedule::Schedule;
 use super::sft::StopFlag;
 use super::step::StepOptions;
+use crate::checkpoint::{RunFolder, Start};
 use crate::config::{DataConfig, Plan, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
 use crate::device::{Selected, hardware_name};
@@ -54,6 +56,7 @@ pub(super) fn data(
     config: &SftConfig,
     base: &Path,
     model: &HfConfig,
+    ranks: &Ranks,
     report: &mut dyn Report,
 ) -> Result<Data> {
     let vocab_size = model.vocab_size;
@@ -82,7 +85,40 @@ pub(super) fn data(
         }
         _ => Vec::new(),
     };
-    Ok(Data { tokenizer, loader, val })
+    Ok(Data { tokenizer, loader: loader.shared(ranks.rank(), ranks.count()), val })
+}
+
+/// Ranks that train different things would not notice by themselves.
+///
+/// # Errors
+/// The configuration, the base model or the data of a rank are others than rank 0's.
+pub(super) fn agree(ranks: &Ranks, config: &SftConfig, keys: &Keys, loader: &Loader) -> Result<()> {
+    if ranks.count() == 1 {
+        return Ok(());
+    }
+    let same = "start all ranks with the same files and flags, on the same model and data";
+    let settings = SftConfig { device: String::new(), ..config.clone() }.to_toml();
+    let settings = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(settings.as_bytes()));
+    ranks.agree("the configuration", &settings, same)?;
+    ranks.agree("the base model", &format!("{:?}", keys.fixed.get("model.name")), same)?;
+    ranks.agree("the data", &loader.state().fingerprint, same)
+}
+
+/// Makes the run's folder ready, and opens the row-a-step file.
+pub(super) fn folder(
+    config: &SftConfig,
+    folder: &RunFolder,
+    start: &Start,
+    step: usize,
+    report: &mut dyn Report,
+) -> Result<MetricsFile> {
+    folder.make_ready(config, start, &mut |note| report.event(&Event::Note(note)))?;
+    folder.write_config(&config.to_toml())?;
+    let metrics = MetricsFile::open(&folder.metrics(), step)?;
+    if let Some(old) = &metrics.old {
+        report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));
+    }
+    Ok(metrics)
 }
 
 /// Where the run ends: at `max_steps`, or with the data if that is sooner.
@@ -114,8 +150,10 @@ fn describe_data(loader: &Loader) -> String {
     )
 }
 
-pub(super) fn optimizer(config: &SftConfig, model: &Decoder) -> Optimizer {
-    Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config))
+/// Adapters are small: every rank updates them all. Of a whole model each rank updates a part.
+pub(super) fn optimizer(config: &SftConfig, model: &Decoder, ranks: &Ranks) -> Optimizer {
+    let optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config));
+    if config.model.lora.is_none() { optimizer.sharded(ranks) } else { optimizer }
 }
 
 pub(super) fn step_options(config: &SftConfig) -> StepOptions {
@@ -143,12 +181,12 @@ pub(super) fn schedule(config: &SftConfig, begun: &Begun, max_steps: usize) -> R
     Ok(Schedule::new(&config.scheduler, config.optim.lr, Some(steps)))
 }
 
-/// The answer to Ctrl-C before the run has changed anything.
+/// The answer of all ranks to Ctrl-C before the run has changed anything.
 ///
 /// # Errors
 /// [`Error::Interrupted`], if `stop` is set.
-pub(super) fn go_on(config: &SftConfig, stop: &StopFlag) -> Result<()> {
-    if !stop.is_set() {
+pub(super) fn go_on(config: &SftConfig, ranks: &Ranks, stop: &StopFlag) -> Result<()> {
+    if !ranks.any(stop.is_set())? {
         return Ok(());
     }
     let hint = format!("nothing was changed in `{}`", config.output_dir.display());
@@ -203,6 +241,7 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
 
 pub(super) fn info(
     config: &SftConfig,
+    ranks: &Ranks,
     selected: &Selected,
     model: &Decoder,
     details: Vec<String>,
@@ -210,9 +249,13 @@ pub(super) fn info(
 ) -> RunInfo {
     let counts = model.parameter_counts();
     let hardware = hardware_name(&selected.device).map(|name| format!(" ({name})"));
+    let others = match ranks.count() {
+        1 => String::new(),
+        n => format!("{n} ranks, rank {} on ", ranks.rank()),
+    };
     RunInfo {
         model: config.model.name.clone(),
-        device: format!("{}{}", selected.name, hardware.unwrap_or_default()),
+        device: format!("{}{}{}", others, selected.name, hardware.unwrap_or_default()),
         dtype: format!("{:?}", model.dtype()).to_lowercase(),
         parameters: counts.total,
         trainable: counts.trainable,

@@ -20,11 +20,12 @@ use super::eval::held_out_loss;
 use super::ground::{Ground, Weights, check_folders};
 use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
+use super::ranks::{Ranks, World};
 use super::resume;
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
 use super::step::{StepOptions, forward_backward};
-use crate::checkpoint::{Locks, Named, Progress, RunFolder, State, folder, not_whole};
+use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
 use crate::data::Batch;
 use crate::export::{self, AdapterMeta};
@@ -37,6 +38,7 @@ use crate::{Error, Result, assets};
 pub struct SftLearner {
     config: SftConfig,
     plan: Plan,
+    world: World,
 }
 
 /// Asks a run to stop after the step at hand. Clones share the flag.
@@ -62,8 +64,9 @@ impl SftLearner {
     /// Every rule of the configuration that doesn't hold.
     pub fn new(config: SftConfig) -> Result<Self> {
         check_folders(&config)?;
-        let plan = Plan::new(&config, 1)?;
-        Ok(Self { config, plan })
+        let world = World::of(&config)?;
+        let plan = Plan::new(&config, world.ranks())?;
+        Ok(Self { config, plan, world })
     }
 
     /// Trains to the end.
@@ -85,15 +88,18 @@ impl SftLearner {
             report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
             return Ok(Summary::default());
         }
-        let mut run = Run::set_up(&self.config, &self.plan, report, stop)?;
-        run.train(report, stop)?;
-        run.finish(report)
+        self.world.run(&self.config, &self.plan, report, &|ranks, plan, report| {
+            let mut run = Run::set_up(&self.config, ranks, plan, report, stop)?;
+            run.train(report, stop)?;
+            run.finish(report)
+        })
     }
 }
 
-/// All that a run holds while it trains.
+/// All that a rank of a run holds while it trains.
 struct Run<'a> {
     config: &'a SftConfig,
+    ranks: Ranks,
     folder: RunFolder,
     /// No other run writes to the folder while this one lives.
     _locks: Locks,
@@ -107,7 +113,8 @@ struct Run<'a> {
     speed: setup::Speed,
     keys: resume::Keys,
     progress: Progress,
-    metrics: MetricsFile,
+    /// Rank 0's.
+    metrics: Option<MetricsFile>,
     summary: Summary,
     started: Instant,
 }
@@ -115,35 +122,52 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     /// Everything before the first step. What a user can get wrong fails here, before anything in
     /// the run's folder is touched.
-    fn set_up(config: &'a SftConfig, plan: &Plan, report: &mut dyn Report, stop: &StopFlag) -> Result<Self> {
+    fn set_up(
+        config: &'a SftConfig,
+        mut ranks: Ranks,
+        plan: &Plan,
+        report: &mut dyn Report,
+        stop: &StopFlag,
+    ) -> Result<Self> {
         let started = Instant::now();
-        let mut ground = Ground::survey(config, plan, Weights::Needed, report, stop)?;
-        go_on(config, stop)?;
+        let ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, stop)?;
 
         // ---- model, adapters, optimizer ----
+        go_on(config, &ranks, stop)?;
         let (mut model, details) = setup::model(config, &ground, report)?;
-        let mut optimizer = setup::optimizer(config, &model);
-        if let Some(checkpoint) = ground.checkpoint.take() {
-            resume::restore(config, checkpoint, &mut model, &mut optimizer)?;
-        }
+        let mut optimizer = setup::optimizer(config, &model, &ranks);
         #[rustfmt::skip]
         let Ground { folder, mut locks, start, selected, base, data, keys, begun, max_steps, schedule, .. } = ground;
+        if let Start::Resume { path, .. } = &start {
+            resume::restore(config, &folder, path, &mut model, &mut optimizer)?;
+        }
 
         // ---- the run's folder ----
-        go_on(config, stop)?;
-        locks.add_all(&folder)?;
-        if folder.start(config)? != start {
-            let hint = "start again";
-            return Err(Error::checkpoint(&folder.root, "another run has saved here in the meantime", hint));
-        }
-        folder.make_ready(config, &start, &mut |note| report.event(&Event::Note(note)))?;
-        folder.write_config(&config.to_toml())?;
-        let metrics = MetricsFile::open(&folder.metrics(), begun.progress.step)?;
-        if let Some(old) = &metrics.old {
-            report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));
-        }
+        go_on(config, &ranks, stop)?;
+        setup::agree(&ranks, config, &keys, &data.loader)?;
+        let mut metrics = None;
+        ranks.from_first(|| {
+            locks.add_all(&folder)?;
+            if folder.start(config)? != start {
+                let hint = "start again";
+                return Err(Error::checkpoint(
+                    &folder.root,
+                    "another run has saved here in the meantime",
+                    hint,
+                ));
+            }
+            metrics = Some(setup::folder(config, &folder, &start, begun.progress.step, report)?);
+            Ok(())
+        })?;
 
-        report.start(&setup::info(config, &selected, &model, details, (begun.progress.step, max_steps)));
+        report.start(&setup::info(
+            config,
+            &ranks,
+            &selected,
+            &model,
+            details,
+            (begun.progress.step, max_steps),
+        ));
         if begun.schedule_restarts {
             report
                 .event(&Event::Note("`ckpt.skip_progress`: the schedule starts anew with the steps".into()));
@@ -157,7 +181,7 @@ impl<'a> Run<'a> {
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            config, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            config, ranks, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
             progress, metrics, summary, started,
         };
         Ok(run)
@@ -165,16 +189,16 @@ impl<'a> Run<'a> {
 
     /// The loop.
     fn train(&mut self, report: &mut dyn Report, stop: &StopFlag) -> Result<()> {
-        if stop.is_set() {
+        if self.ranks.any(stop.is_set())? {
             return self.interrupted(report);
         }
         if self.progress.step == 0 && self.config.val.as_ref().is_some_and(|v| v.eval_on_start) {
             let loss = self.validate(report)?;
-            self.metrics.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
+            self.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
         }
         let mut save_seconds = 0.0;
         while self.progress.step < self.max_steps {
-            if stop.is_set() {
+            if self.ranks.any(stop.is_set())? {
                 return self.interrupted(report);
             }
             let mut time = PhaseTimes { save_ckpt: save_seconds, ..PhaseTimes::default() };
@@ -190,6 +214,7 @@ impl<'a> Run<'a> {
             let step = self.progress.step + 1;
             let sums =
                 forward_backward(&self.model, &batches, &self.options).map_err(|e| self.at_step(step, e))?;
+            let sums = sums.over(&self.ranks, &self.model)?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----
@@ -197,12 +222,13 @@ impl<'a> Run<'a> {
             let lr = self.schedule.lr(self.schedule_step);
             let trained_tokens = sums.trained_tokens;
             let update = sums
-                .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm)
+                .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm, &self.ranks)
                 .map_err(|e| self.at_step(step, e))?;
             time.optimizer = clock.elapsed().as_secs_f64();
 
             // ---- count ----
-            let tokens: usize = batches.iter().map(Batch::tokens).sum();
+            // All ranks have micro-batches of one shape.
+            let tokens = self.ranks.count() * batches.iter().map(Batch::tokens).sum::<usize>();
             self.schedule_step += 1;
             self.progress.step = step;
             self.progress.tokens += tokens;
@@ -222,6 +248,7 @@ impl<'a> Run<'a> {
                 grad_norm: update.map_or(0.0, |u| u.grad_norm),
                 lr,
                 tokens,
+                ranks: self.ranks.count(),
                 trained_tokens,
                 total_tokens: self.progress.tokens,
                 total_trained_tokens: self.progress.trained_tokens,
@@ -235,7 +262,7 @@ impl<'a> Run<'a> {
             };
             self.note_losses(&metrics);
             report.step(&metrics);
-            self.metrics.append(&metrics.to_json())?;
+            self.append(&metrics.to_json())?;
 
             // ---- save ----
             let clock = Instant::now();
@@ -252,6 +279,7 @@ impl<'a> Run<'a> {
         if self.progress.step > 0 {
             self.save(report)?;
         }
+        self.ranks.wait()?;
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         self.summary.peak_bytes = peak_process_bytes();
         report.finish(&self.summary);
@@ -263,6 +291,7 @@ impl<'a> Run<'a> {
         if self.progress.step > 0 {
             self.save(report)?;
         }
+        self.ranks.wait()?;
         let checkpoint = self.summary.checkpoint.clone();
         let step = self.progress.step;
         let hint = setup::how_to_go_on(self.config, step, checkpoint.as_deref());
@@ -277,12 +306,17 @@ impl<'a> Run<'a> {
 
     fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
         let clock = Instant::now();
-        let loss = held_out_loss(&self.model, &self.data.val)?;
+        let loss = held_out_loss(&self.model, &self.data.val, &self.ranks)?;
         let seconds = clock.elapsed().as_secs_f64();
         report.event(&Event::Validation { step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
         self.summary.last_val_loss = Some(loss);
         Ok(loss)
+    }
+
+    /// A row of `metrics.jsonl`, on rank 0.
+    fn append(&mut self, row: &serde_json::Value) -> Result<()> {
+        self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.append(row))
     }
 
     fn note_losses(&mut self, metrics: &StepMetrics) {
@@ -309,7 +343,12 @@ impl<'a> Run<'a> {
 
     /// Exports the weights, then writes the checkpoint: a kill in between leaves weights that the resumed run
     /// makes anew, and never a checkpoint whose weights are missing. What is there already stays.
+    ///
+    /// Rank 0 writes; the others give it their part of the optimizer's state, go on, and wait at their next sum.
     fn save(&mut self, report: &mut dyn Report) -> Result<()> {
+        if !self.ranks.is_first() {
+            return self.save_checkpoint(report);
+        }
         let wants_weights = self.config.ckpt.as_ref().is_some_and(|c| c.weights.is_some());
         if wants_weights || self.config.model.lora.is_some() {
             self.save_weights(report)?;
@@ -327,7 +366,11 @@ impl<'a> Run<'a> {
         let step = self.progress.step;
         let Some(ckpt) = self.config.ckpt.as_ref().filter(|c| !c.weights_only) else { return Ok(()) };
         let target = self.folder.checkpoints.join(format!("step_{step}"));
-        if !target.join(folder::STABLE).exists() {
+        if self.ranks.from_first(|| Ok(!target.join(folder::STABLE).exists()))? {
+            let optimizer = self.optimizer.state(&self.ranks, &self.model.device())?;
+            if !self.ranks.is_first() {
+                return Ok(());
+            }
             self.make_way(&self.folder.checkpoints, report)?;
             let clock = Instant::now();
             let state = State {
@@ -343,7 +386,7 @@ impl<'a> Run<'a> {
             let trainable = self.model.trainable().into_iter().zip(self.model.trainable_values());
             let trainable: Vec<Named> =
                 trainable.map(|(p, values)| Named { name: p.name, shape: p.shape, values }).collect();
-            self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &self.optimizer.state())?;
+            self.folder.save(ckpt, &self.config.to_toml(), &state, &trainable, &optimizer)?;
             let seconds = clock.elapsed().as_secs_f64();
             report.event(&Event::Saved { what: "checkpoint", path: target.clone(), seconds });
         }

@@ -12,6 +12,7 @@
 use burn::tensor::Tensor;
 
 use super::optim::Optimizer;
+use super::ranks::Ranks;
 use crate::data::Batch;
 use crate::model::{Decoder, Inputs};
 use crate::{Error, Result, ops};
@@ -196,19 +197,39 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
+    /// Σ over the ranks: one call for all gradients, one for loss and tokens.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn over(self, ranks: &Ranks, model: &Decoder) -> Result<Self> {
+        if ranks.count() == 1 {
+            return Ok(self);
+        }
+        let [loss, tokens] = ranks.sum_f64([self.loss, self.trained_tokens as f64])?;
+        let grads = match (tokens > 0.0, self.grads.is_empty()) {
+            (false, _) => Vec::new(),
+            (true, false) => ranks.sum(self.grads)?,
+            // Nothing of this rank's is trained in this step.
+            (true, true) => ranks
+                .sum(model.trainable_values().iter().map(|v| v.clone().inner().zeros_like()).collect())?,
+        };
+        Ok(Self { grads, loss, trained_tokens: tokens as usize })
+    }
+
     /// Divides by the trained tokens, clips to `max_norm` as `torch.nn.utils.clip_grad_norm_` does
     /// (`min(1, max_norm / (norm + 1e-6))`) and updates the model; `None` and nothing changed if the
     /// step has no trained token.
     ///
     /// # Errors
     /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
-    /// parameter): nothing is updated then.
+    /// parameter): nothing is updated then. Another rank failed.
     pub fn update(
         self,
         model: &mut Decoder,
         optimizer: &mut Optimizer,
         lr: f64,
         max_norm: Option<f64>,
+        ranks: &Ranks,
     ) -> Result<Option<Update>> {
         if self.trained_tokens == 0 {
             return Ok(None);
@@ -221,6 +242,7 @@ impl GradSums {
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let values = model.trainable_values().into_iter().map(Tensor::inner).collect();
         let values = optimizer.update(values, self.grads, lr, clip_coef / tokens);
+        let values = optimizer.spread(values, ranks)?;
         *model = model.clone().set_trainable(values);
         Ok(Some(Update { loss, grad_norm, clip_coef }))
     }

@@ -8,6 +8,7 @@ use embertune::data::Batch;
 use embertune::export;
 use embertune::model::Decoder;
 use embertune::train::optim::{Optimizer, not_norm_or_bias};
+use embertune::train::ranks::Ranks;
 use embertune::train::step::{StepOptions, forward_backward};
 use serde_json::Value;
 
@@ -36,7 +37,7 @@ pub fn run(name: &str, recompute: Option<usize>, device: &Device, factor: f64) {
             what("targets")
         );
         let lr = step["lr"].as_f64().unwrap();
-        let update = sums.update(&mut model, &mut optimizer, lr, max_norm).unwrap().unwrap();
+        let update = sums.update(&mut model, &mut optimizer, lr, max_norm, &Ranks::alone()).unwrap().unwrap();
         let wanted = |key: &str| step[key].as_f64().unwrap() as f32;
         loss.check(&what("loss"), &[update.loss as f32], &[wanted("loss")]);
         norm.check(&what("grad_norm"), &[update.grad_norm as f32], &[wanted("grad_norm")]);

@@ -151,6 +151,12 @@ impl Gpu {
         result
     }
 
+    /// Makes the card's context that of the calling thread.
+    pub fn make_current(&self) {
+        // SAFETY: a context made by `new`, which lives as long as the process.
+        must(unsafe { cu::cuCtxSetCurrent(self.context) }, "setting the context");
+    }
+
     /// The address of counter `n`, an int that is 0 between launches.
     pub fn counter(&self, n: usize) -> u64 {
         assert!(n * 4 < COUNTERS);

@@ -14,9 +14,11 @@ pub mod elements;
 mod gemm;
 mod kernels;
 pub mod loss;
+pub mod nccl;
 pub mod optim;
 pub mod products;
 pub mod tensor;
 mod work;
 
 pub use driver::{Gpu, Unusable, count};
+pub use tensor::{gpu_of, is_card};

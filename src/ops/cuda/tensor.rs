@@ -8,7 +8,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl_server::runtime::Runtime;
 
-use super::driver::Gpu;
+use super::driver::{Gpu, Unusable};
 use super::gemm::Matrix;
 
 /// Whether the tensor lies on a CUDA card, in bf16 or f32.
@@ -28,6 +28,20 @@ pub fn gpu(x: &CubeTensor) -> &'static Gpu {
     match Gpu::open(device.index) {
         Ok(gpu) => gpu,
         Err(error) => panic!("cuda:{}: {} ({})", device.index, error.problem, error.hint),
+    }
+}
+
+/// The card that a device is.
+///
+/// # Errors
+/// It is none, or one that can't be used.
+pub fn gpu_of(device: &Device) -> Result<&'static Gpu, Unusable> {
+    let device = device.clone().without_autodiff();
+    match device.as_dispatch() {
+        DispatchDevice::Cube(CubeDevice::Cuda(card)) => Gpu::open(card.index),
+        other => {
+            Err(Unusable { problem: format!("{other:?} is no CUDA card"), hint: "set `device = \"cuda\"`" })
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Int, Tensor};
 
-use super::super::{Dropout, LoraPart, embedding, linear, lora_linear, plain};
+use super::super::{Dropout, LoraPart, Stream, embedding, linear, lora_linear, plain};
 use super::*;
 
 /// 6e-8 · sqrt(1536) ≈ 2.4e-6, times two.
@@ -48,7 +48,7 @@ struct Layer {
 }
 
 fn part(tokens: usize, rank: usize, scale: f32, dropout: Option<f32>) -> LoraPart {
-    let dropout = dropout.map(|p| Dropout { p, key: 77 + rank as u64, first_token: 1000 });
+    let dropout = dropout.map(|p| Dropout { p, key: 77 + rank as u64, stream: Stream::unbroken(1000) });
     LoraPart { tokens, rank, scale, dropout }
 }
 

@@ -76,7 +76,7 @@ fn sgd_without_momentum_keeps_no_state() {
     check(OptimKind::Sgd { nesterov: false, momentum: 0.0 }, |_, p, g| p - LR * (g + DECAY * p));
     let mut optimizer = optimizer(OptimKind::Sgd { nesterov: false, momentum: 0.0 }, "w", &[1]);
     optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[1.0])], LR, 1.0);
-    assert!(optimizer.state().is_empty());
+    assert!(optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().is_empty());
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn muon_leaves_vectors_head_and_embedding_to_adamw() {
         let mut optimizer = optimizer(muon(), name, shape);
         let n = shape.iter().product();
         optimizer.update(vec![tensor(&vec![0.0; n])], vec![tensor(&vec![1.0; n])], LR, 1.0);
-        optimizer.state().into_iter().map(|t| t.name).collect()
+        optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().into_iter().map(|t| t.name).collect()
     };
     assert_eq!(names("q_proj.lora_a", &[2, 3]), ["q_proj.lora_a.momentum_buffer"]);
     for (name, shape) in
@@ -171,7 +171,12 @@ fn a_restored_optimizer_goes_on_bit_for_bit() {
         let grad = || tensor(&[0.1, -0.2, 0.3, 0.4]);
         let mut first = optimizer(kind.clone(), "w", &[2, 2]);
         let value = first.update(vec![tensor(&[1.0, 2.0, 3.0, 4.0])], vec![grad()], LR, 1.0);
-        let state: BTreeMap<_, _> = first.state().into_iter().map(|t| (t.name.clone(), t)).collect();
+        let state: BTreeMap<_, _> = first
+            .state(&Ranks::alone(), &Device::flex())
+            .unwrap()
+            .into_iter()
+            .map(|t| (t.name.clone(), t))
+            .collect();
         let mut second = optimizer(kind.clone(), "w", &[2, 2]);
         second.restore(state.clone(), 1).unwrap();
         let a = first.update(value.clone(), vec![grad()], LR, 1.0);
