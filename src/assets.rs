@@ -19,3 +19,8 @@ pub(crate) const ASSETS: &[Asset] = &[
     folder!("embertune/tiny", "tiny": "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     folder!("embertune/reverse-text", "reverse-text": "train.jsonl", "validation.jsonl"),
 ];
+
+/// Whether `name` is one of them.
+pub(crate) fn is_embedded(name: &str) -> bool {
+    ASSETS.iter().any(|asset| asset.name == name)
+}

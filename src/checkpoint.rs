@@ -113,6 +113,22 @@ pub enum Start {
 impl State {
     /// Version of `state.json` that is written.
     pub const FORMAT: u32 = 1;
+
+    /// Compares what the checkpoint in `path` was made with and what the run has now.
+    ///
+    /// # Errors
+    /// All keys that differ, with both values.
+    pub fn check_identity(&self, path: &Path, now: &BTreeMap<String, String>) -> Result<()> {
+        let changes = changes(&self.identity, now);
+        if changes.is_empty() {
+            return Ok(());
+        }
+        Err(Error::checkpoint(
+            path,
+            format!("the run is another one: {}", changes.join("; ")),
+            "set these keys as they were, or start a new run in another `output_dir`",
+        ))
+    }
 }
 
 impl RunFolder {
@@ -306,6 +322,17 @@ impl RunFolder {
     /// # Errors
     /// A file that is missing, truncated or changed, with an older intact checkpoint as hint.
     pub fn load(&self, path: &Path, device: &Device, optimizer: impl Fn(&str) -> bool) -> Result<Checkpoint> {
+        let state = self.load_state(path)?;
+        let trainable = tensors::load(&path.join("trainable.safetensors"), device, |_| true)?;
+        let optimizer = tensors::load(&path.join("optimizer.safetensors"), device, optimizer)?;
+        Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
+    }
+
+    /// Reads what isn't tensors of a checkpoint, after comparing all its files with `STABLE`.
+    ///
+    /// # Errors
+    /// As [`RunFolder::load`].
+    pub fn load_state(&self, path: &Path) -> Result<State> {
         folder::verify(path).map_err(|e| self.with_older(path, e))?;
         let file = path.join("state.json");
         let text = fs::read_to_string(&file).map_err(|e| Error::io(&file, "read", e))?;
@@ -317,11 +344,8 @@ impl RunFolder {
             let message = format!("`format` is {format}, this version reads {}", State::FORMAT);
             return Err(Error::checkpoint(&file, message, "resume with the version that wrote it"));
         }
-        let state = serde_json::from_str(&text)
-            .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))?;
-        let trainable = tensors::load(&path.join("trainable.safetensors"), device, |_| true)?;
-        let optimizer = tensors::load(&path.join("optimizer.safetensors"), device, optimizer)?;
-        Ok(Checkpoint { path: path.into(), state, trainable, optimizer })
+        serde_json::from_str(&text)
+            .map_err(|e| Error::checkpoint(&file, format!("cannot be understood: {e}"), ""))
     }
 
     /// Names the newest intact checkpoint other than `path` in the hint.
@@ -341,22 +365,6 @@ impl RunFolder {
 }
 
 impl Checkpoint {
-    /// Compares what the checkpoint was made with and what the run has now.
-    ///
-    /// # Errors
-    /// All keys that differ, with both values.
-    pub fn check_identity(&self, now: &BTreeMap<String, String>) -> Result<()> {
-        let changes = changes(&self.state.identity, now);
-        if changes.is_empty() {
-            return Ok(());
-        }
-        Err(Error::checkpoint(
-            &self.path,
-            format!("the run is another one: {}", changes.join("; ")),
-            "set these keys as they were, or start a new run in another `output_dir`",
-        ))
-    }
-
     /// Takes the tensors that `wanted` (name, shape) lists, in that order.
     ///
     /// # Errors

@@ -1,21 +1,21 @@
 //! The command line: each subcommand loads its configuration and calls the library.
 
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use burn::tensor::DType;
 use clap::{Parser, Subcommand};
 use tracing::Level;
 
 use crate::checkpoint::RunFolder;
-use crate::config::{self, Difference, SftConfig};
+use crate::config::{self, Difference};
 use crate::report::log::{self, LogFile, ToFile};
 use crate::report::{Both, Event, LineFormat, Plain, Report};
-use crate::{Error, Result, SftLearner, StopFlag, Summary, export, hub, train};
+use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
 mod launch;
 mod lint;
+mod merge;
 mod preview;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -64,7 +64,7 @@ enum Command {
         /// The base model: a folder, or a name as in `model.name`.
         #[arg(long, value_name = "MODEL")]
         base: String,
-        /// Folder of the PEFT adapter, or a run's `weights/step_N`.
+        /// Folder of the PEFT adapter; or of a run, whose newest is taken.
         #[arg(long, value_name = "DIR")]
         adapter: PathBuf,
         /// Folder to write, which must not exist.
@@ -82,7 +82,7 @@ pub fn run() -> u8 {
     let mut format = LineFormat::Text;
     let result = match Cli::parse().command {
         Command::Sft { args } if args.iter().any(|a| a == "--help" || a == "-h") => {
-            print(&format!("{SFT_USAGE}\n{}", config::reference()))
+            print(&format!("{SFT_USAGE}\n{}", config::help()))
         }
         Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
@@ -92,7 +92,7 @@ pub fn run() -> u8 {
             Err(error) => Err(error),
         },
         Command::Lint(args) => lint::run(&args),
-        Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
+        Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };
     let _ = writeln!(io::stderr(), "{}", describe_error(&error, format));
@@ -100,10 +100,29 @@ pub fn run() -> u8 {
 }
 
 const SFT_USAGE: &str = "\
+Fine-tunes a language model on your conversations: LoRA adapters with `[model.lora]`, else all its weights.
+
+  embertune sft                                           a tiny model on embedded data, in a minute
+  embertune sft @ run.toml                                what run.toml says
+  embertune sft @ base.toml @ lora.toml --optim.lr 1e-4   the second file over the first, flags over both
+
+run.toml, for a start:
+
+  max_steps = 200
+  [model]
+  name = \"Qwen/Qwen3-0.6B\"     # a Hugging Face folder or hub id
+  [model.lora]
+  [data]
+  name = \"rows.jsonl\"          # `check @ run.toml` says what is in it, `preview @ run.toml` shows a row
+  seq_len = 2048
+  batch_size = 8
+  [ckpt]
+  interval = 50
+
 Usage: embertune sft [@ FILE]... [--SECTION.KEY VALUE]...
 
-Files merge from left to right, flags win over files. `--SECTION` alone switches a section on, the value \
-`None` switches it off, `--KEY` and `--no-KEY` set a boolean.
+`--SECTION` alone switches a section on, the value `None` switches it off; `--KEY` and `--no-KEY` set a boolean;
+`--SECTION @ FILE` takes a section from a file of its own. Every key, as a flag, with its default:
 ";
 
 /// An error with its causes and its hint: lines, or one JSON object.
@@ -157,7 +176,7 @@ fn sft(args: &[String], format: &mut LineFormat) -> Result<()> {
     }
     let stop = stop_on_ctrl_c(format)?;
     match learner.fit_with(&mut report, &stop) {
-        Ok(summary) => print_after(&next_steps(&config, args, &summary)),
+        Ok(summary) => print_after(&again::next_steps(&again::program(), &config, args, &summary)),
         Err(error) => {
             let error = with_command(error, args);
             if let Some(file) = &mut file {
@@ -173,7 +192,7 @@ fn sft(args: &[String], format: &mut LineFormat) -> Result<()> {
 fn with_command(error: Error, args: &[String]) -> Error {
     match error {
         Error::Interrupted { step, checkpoint: Some(path), .. } => {
-            let command = again::command(args, &[]);
+            let command = again::command(&again::program(), args, &[]);
             let hint = format!("the newest checkpoint is `{}`; go on with\n  {command}", path.display());
             Error::Interrupted { step, checkpoint: Some(path), hint }
         }
@@ -182,6 +201,7 @@ fn with_command(error: Error, args: &[String]) -> Error {
 }
 
 fn check(args: &[String]) -> Result<()> {
+    log::init(Level::INFO, LineFormat::Text, None);
     let config::Loaded { config, differences } = config::load(args)?;
     let checked = train::check::check(&config)?;
     print(&format!("{}\n{checked}", describe(&differences).join("\n")))
@@ -215,80 +235,6 @@ fn stop_on_ctrl_c(format: LineFormat) -> Result<StopFlag> {
     Ok(stop)
 }
 
-/// What to do with the result.
-fn next_steps(config: &SftConfig, args: &[String], summary: &Summary) -> String {
-    let mut text = String::new();
-    if let Some(adapter) = &summary.adapter {
-        let merged = config.output_dir.join("merged");
-        text += &format!(
-            "Adapter: {}\nMerge it into the base model:\n  embertune merge --base {} --adapter {} --out {}\n",
-            adapter.display(),
-            quoted(&summary.base),
-            quoted(adapter),
-            quoted(&merged)
-        );
-    }
-    if let Some(weights) = &summary.weights {
-        text += &format!("Weights: {}\n", weights.display());
-    }
-    if summary.checkpoint.is_some() {
-        let ends = [
-            ("max-steps", config.max_steps.map(|_| 2 * summary.steps)),
-            ("num-epochs", config.num_epochs.map(|n| 2 * n)),
-        ];
-        let ends = ends.into_iter().filter_map(|(key, end)| Some((key, end?)));
-        text += &format!("Go on training:\n  {}\n", again::command(args, &ends.collect::<Vec<_>>()));
-    }
-    text
-}
-
-/// A path as a shell takes it.
-fn quoted(path: &Path) -> String {
-    again::quoted(&path.display().to_string())
-}
-
-fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>) -> Result<()> {
-    log::init(Level::INFO, LineFormat::Text, None);
-    let taken = std::fs::read_dir(out).map(|mut entries| entries.next().is_some()).unwrap_or(out.exists());
-    if taken {
-        let hint = "name another folder with `--out`, or delete this one";
-        return Err(Error::model(out, "`--out` is there already, and nothing is overwritten", hint));
-    }
-    let base = hub::model_dir(base).map_err(about_base)?;
-    // `weights/step_N` of a run holds the adapter in a folder of its own.
-    let inner = adapter.join("lora_adapters");
-    let has_config = |dir: &Path| dir.join("adapter_config.json").exists();
-    let adapter = if !has_config(adapter) && has_config(&inner) { &inner } else { adapter };
-    let dtype = dtype.map(|name| match name {
-        "float32" => DType::F32,
-        "float16" => DType::F16,
-        _ => DType::BF16,
-    });
-    let report = export::merge_as(&base, adapter, out, dtype)?;
-    for warning in &report.warnings {
-        tracing::warn!("{warning}");
-    }
-    let (change, name) = &report.largest_change;
-    print_after(&format!(
-        "Merged: {}\n{} weights changed, by {change:.3e} at most (in `{name}`); rounding to the base's type \
-         costs {:.3e} at most",
-        out.display(),
-        report.changed,
-        report.largest_rounding
-    ));
-    Ok(())
-}
-
-/// The base of a merge is named by a flag, not by a key.
-fn about_base(error: Error) -> Error {
-    let named = |message: String| message.replace("`model.name`", "`--base`");
-    match error {
-        Error::Hub { message, hint } => Error::Hub { message: named(message), hint },
-        Error::Model { path, message, hint } => Error::Model { path, message: named(message), hint },
-        other => other,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -303,27 +249,6 @@ mod tests {
             panic!("not sft")
         };
         assert_eq!(args, ["--help"]);
-    }
-
-    #[test]
-    fn next_steps_can_be_pasted() {
-        let summary = Summary {
-            steps: 10,
-            adapter: Some("out put/weights/step_10/lora_adapters".into()),
-            checkpoint: Some("out put/checkpoints/step_10".into()),
-            base: "base".into(),
-            ..Summary::default()
-        };
-        let config = SftConfig { output_dir: "out put".into(), max_steps: Some(10), ..SftConfig::default() };
-        let text = next_steps(&config, &["@".into(), "it's.toml".into()], &summary);
-        assert!(
-            text.contains("merge --base base --adapter 'out put/weights/step_10/lora_adapters'"),
-            "{text}"
-        );
-        assert!(text.contains(r"sft @ 'it'\''s.toml' --ckpt.resume-step -1 --max-steps 20"), "{text}");
-        let epochs = SftConfig { max_steps: None, num_epochs: Some(3), ..config };
-        let text = next_steps(&epochs, &[], &summary);
-        assert!(text.contains("sft --ckpt.resume-step -1 --num-epochs 6\n"), "{text}");
     }
 
     #[test]

@@ -151,6 +151,17 @@ fn lines(problems: &[Problem]) -> String {
     problems.iter().map(|p| format!("  {p}")).collect::<Vec<_>>().join("\n")
 }
 
+/// Hints as messages are: lower case and without a period at the end.
+fn in_one_style(hint: &str) -> String {
+    let hint = hint.strip_suffix('.').filter(|rest| !rest.ends_with('.')).unwrap_or(hint);
+    let mut letters = hint.chars();
+    match (letters.next(), letters.clone().next()) {
+        // Not `HF_HOME` or `A call`.
+        (Some(first), Some(second)) if second.is_lowercase() => first.to_lowercase().chain(letters).collect(),
+        _ => hint.into(),
+    }
+}
+
 impl Error {
     /// An I/O error at `path` while `doing` ("read", "write", …).
     pub fn io(path: impl AsRef<Path>, doing: &'static str, source: std::io::Error) -> Self {
@@ -229,7 +240,7 @@ impl Error {
             // Each problem carries its own hint.
             Error::Config(_) | Error::Io { .. } => String::new(),
         };
-        (!hint.is_empty()).then_some(hint)
+        (!hint.is_empty()).then(|| in_one_style(&hint))
     }
 
     /// 0 done, 1 failed, 2 usage or config, 130 interrupted.
@@ -239,5 +250,19 @@ impl Error {
             Error::Interrupted { .. } => 130,
             _ => 1,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_have_one_style() {
+        let told = |hint: &str| Error::train("x", hint).hint();
+        assert_eq!(told("Check the name."), Some("check the name".into()));
+        assert_eq!(told("HF_HOME names it..."), Some("HF_HOME names it...".into()));
+        assert_eq!(told("`--row 3`, for example"), Some("`--row 3`, for example".into()));
+        assert_eq!(told(""), None);
     }
 }

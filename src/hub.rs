@@ -1,17 +1,22 @@
 //! Names of models and datasets → folders and files on this machine.
 //!
 //! A name is, in this order: a local path, something compiled in, or an `owner/name` of
-//! the Hugging Face hub. The hub's local cache comes first (the one that Python's tools use, where
-//! `HF_HUB_CACHE` or `HF_HOME` put it); what is missing there is downloaded, unless `HF_HUB_OFFLINE` is
-//! set. `HF_ENDPOINT` and `HF_TOKEN` are respected.
+//! the Hugging Face hub (`owner/name@revision` for another branch, a tag or a commit than `main`). The hub is asked
+//! which commit that is now; what its local cache lacks of it (the one that Python's tools use, where
+//! `HF_HUB_CACHE` or `HF_HOME` put it) is downloaded. Where it can't be asked, or with `HF_HUB_OFFLINE`, the cache
+//! serves. `HF_ENDPOINT` and `HF_TOKEN` are respected.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::assets;
+use crate::config::nearest_sibling;
 use crate::error::{Error, Result};
 
 mod cache;
+mod card;
+#[cfg(feature = "hub")]
+mod http;
 mod layout;
 #[cfg(feature = "hub")]
 mod remote;
@@ -41,6 +46,16 @@ pub fn config_dir(name: &str) -> Result<PathBuf> {
 /// As [`model_dir`].
 pub fn tokenizer_dir(name: &str) -> Result<PathBuf> {
     folder(name, "tokenizer.name", layout::tokenizer_files)
+}
+
+/// A name as others take it, and the revision that stood behind its `@`.
+pub(crate) fn split_revision(name: &str) -> (&str, Option<&str>) {
+    match name.split_once('@') {
+        Some((id, revision)) if !Path::new(name).exists() && Repo::parse(Kind::Model, name).is_some() => {
+            (id, Some(revision))
+        }
+        _ => (name, None),
+    }
 }
 
 /// Which of a repository's files are wanted, or what is missing.
@@ -81,7 +96,8 @@ fn folder(
 /// The data files of a dataset: one file, those that a pattern (`data/*.jsonl`) matches, a folder in the
 /// hub's layout, or a hub dataset.
 ///
-/// `subset` is the name of a folder inside it; files belong to a split by their names.
+/// What subsets and splits are, the dataset's card says (`configs` in its `README.md`); without, `subset` is the name
+/// of a folder inside it, and files belong to a split by their names.
 ///
 /// # Errors
 /// Nothing by that name, no such subset or split (with those that there are).
@@ -102,7 +118,7 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
         return if pattern { matching(name) } else { Ok(vec![path.to_path_buf()]) };
     }
     let embedded = embedded(name)?;
-    let choose = |listing: &dyn Listing| layout::data_files(listing.paths(), subset, split);
+    let choose = |listing: &dyn Listing| data_files(listing, subset, split);
     if let Some(dir) = embedded.or_else(|| path.is_dir().then(|| path.to_path_buf())) {
         let files = choose(&LocalFolder::read_dir(&dir)?)
             .map_err(|message| Error::data(&dir, None, message, layout::LAYOUT_HINT))?;
@@ -111,6 +127,20 @@ pub fn dataset_files(name: &str, subset: Option<&str>, split: &str) -> Result<Ve
     let repo = Repo::parse(Kind::Dataset, name).ok_or_else(|| not_found(name, KEY, None))?;
     let (snapshot, files) = resolve(&repo, &choose).map_err(|problem| problem.into_error(name, KEY))?;
     Ok(files.into_iter().map(|file| snapshot.join(file)).collect())
+}
+
+/// The data files of a subset's split in a folder or repository.
+fn data_files(listing: &dyn Listing, subset: Option<&str>, split: &str) -> Result<Vec<String>, String> {
+    let subsets = card::subsets(&listing.read("README.md").unwrap_or_default())?;
+    match card::choose(&subsets, subset)? {
+        card::Choice::Files(subset) => subset.split(listing.paths(), split),
+        card::Choice::ByName(folder) => layout::data_files(listing.paths(), folder, split),
+        card::Choice::Folder(folder) => {
+            let inside = |path: &&String| path.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'));
+            let paths: Vec<String> = listing.paths().iter().filter(inside).cloned().collect();
+            layout::data_files(&paths, None, split)
+        }
+    }
 }
 
 /// The files that a pattern matches, by name. All of them are meant, whatever split their names speak of.
@@ -193,36 +223,56 @@ impl Problem {
     }
 }
 
-/// The snapshot folder of a repository, all wanted files in it, and their names.
-fn resolve(repo: &Repo, choose: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
-    let cached = match cache::snapshot(repo) {
-        Some(dir) => {
-            let listing = LocalFolder::read_dir(&dir).map_err(|e| Problem::Wrong(e.to_string()))?;
-            choose(&listing).map(|files| (dir, files))
-        }
-        None => Err("not in the local cache".to_string()),
-    };
-    match cached {
-        Ok(found) => Ok(found),
-        Err(why) if offline() => Err(Problem::Unreachable {
+/// A snapshot folder, all wanted files in it, and their names.
+type Found = (PathBuf, Vec<String>);
+
+/// What is wanted of a repository, as it is on the hub now; from the cache where the hub can't be asked, or the
+/// revision is a commit.
+fn resolve(repo: &Repo, choose: &Choice) -> Result<Found, Problem> {
+    let cached = cached(repo, choose);
+    if offline() {
+        return cached.map_err(|why| Problem::Unreachable {
             why: format!("`HF_HUB_OFFLINE` is set and the cache can't serve it: {why}"),
             hint: format!(
                 "Unset `HF_HUB_OFFLINE`, or put it into the cache (`hf download {}{}`), or name a local folder.",
                 repo.id,
                 if repo.kind == Kind::Dataset { " --repo-type dataset" } else { "" }
             ),
-        }),
-        Err(_) => download(repo, choose),
+        });
+    }
+    if repo.is_commit() && cached.is_ok() {
+        return cached.map_err(Problem::Wrong);
+    }
+    match (newest(repo, cached.as_ref().ok(), choose), cached) {
+        (Err(Problem::Unreachable { why, .. }), Ok(found)) => {
+            tracing::warn!("taking {} from the cache, {}: {why}", repo.id, found.0.display());
+            Ok(found)
+        }
+        (newest, _) => newest,
+    }
+}
+
+/// What is wanted of a repository, if the cache has all of it.
+fn cached(repo: &Repo, choose: &Choice) -> Result<Found, String> {
+    let dir = cache::snapshot(repo).ok_or("not in the local cache")?;
+    let mut listing = LocalFolder::read_dir(&dir).map_err(|e| e.to_string())?;
+    if let Some(paths) = cache::listing(repo, &dir) {
+        listing.paths = paths;
+    }
+    let files = choose(&listing)?;
+    match files.iter().find(|file| !dir.join(file).exists()) {
+        Some(missing) => Err(format!("`{missing}` is not in the local cache")),
+        None => Ok((dir, files)),
     }
 }
 
 #[cfg(feature = "hub")]
-fn download(repo: &Repo, choose: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
-    remote::download(repo, choose)
+fn newest(repo: &Repo, cached: Option<&Found>, choose: &Choice) -> Result<Found, Problem> {
+    remote::newest(repo, cached, choose)
 }
 
 #[cfg(not(feature = "hub"))]
-fn download(_: &Repo, _: &Choice) -> Result<(PathBuf, Vec<String>), Problem> {
+fn newest(_: &Repo, _: Option<&Found>, _: &Choice) -> Result<Found, Problem> {
     Err(Problem::Unreachable {
         why: "this program was built without the feature `hub`".into(),
         hint: "Build it with `--features hub`, or name a local folder.".into(),
@@ -250,22 +300,6 @@ fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
     }
     let message = format!("`{key}`: {name} not found: {tried}");
     Error::Hub { message, hint }
-}
-
-/// The entry of the folder of `path` that is spelled most like it.
-fn nearest_sibling(path: &Path) -> Option<PathBuf> {
-    let wanted = path.file_name()?.to_string_lossy();
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::read_dir(parent)
-        .ok()?
-        .flatten()
-        .map(|entry| {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            (strsim::damerau_levenshtein(&wanted, &name), name)
-        })
-        .filter(|(distance, _)| *distance <= 3.min(wanted.chars().count() / 2))
-        .min()
-        .map(|(_, name)| path.with_file_name(name))
 }
 
 /// The folder of something compiled in, written to the cache of this program the first time.

@@ -91,6 +91,17 @@ fn merge_writes_a_model_that_trains() {
     dir.run(&args).succeeds().says(&["weights changed"]);
     dir.sft(&["--model.name", "out/merged", "--output-dir", "again"]).succeeds();
     dir.run(&args).fails(1).says(&["merged"]);
+    // The run's folder, its `weights` and its checkpoints lead to the adapter too.
+    for (n, named) in
+        ["out", "out/weights", "out/weights/step_2", "out/checkpoints/step_2"].iter().enumerate()
+    {
+        let (base, out) = (args[args.iter().position(|a| *a == "--base").unwrap() + 1], format!("m{n}"));
+        let ran = dir.run(&["merge", "--base", base, "--adapter", named, "--out", &out]).succeeds();
+        ran.says(&["Adapter: out/", "weights/step_2/lora_adapters"]);
+        assert_eq!(dir.bytes(&format!("{out}/model.safetensors")), dir.bytes("out/merged/model.safetensors"));
+    }
+    // What is printed next time names a folder that isn't there.
+    dir.sft(&["--max-steps", "3", "--ckpt.resume-step", "-1"]).succeeds().says(&["--out out/merged-2"]);
 }
 
 /// As in the seed: one configuration starts, the other resumes; `device` is the environment's.
@@ -171,7 +182,12 @@ fn log_data_marks_what_is_trained() {
 #[test]
 fn help_lists_the_keys() {
     let dir = RunDir::new();
-    dir.run(&["sft", "--help"]).succeeds().says(&["Usage: embertune sft", "weight_decay", "resume_step"]);
+    dir.run(&["sft", "--help"]).succeeds().says(&[
+        "Fine-tunes a language model",
+        "Usage: embertune sft",
+        "--optim.weight-decay",
+        "--ckpt.resume-step",
+    ]);
     dir.run(&["--help"]).succeeds().says(&["merge", "sft"]);
 }
 
@@ -315,6 +331,7 @@ fn configuration_faults_end_with_code_2() {
         .says(&["warmup_steps"]);
     dir.sft(&["--model.name", "modle"]).fails(1).says(&["modle"]);
     dir.sft(&["--data.name", "trian.jsonl"]).fails(1).says(&["trian.jsonl"]);
+    dir.run(&["sft", "@", "run.tml"]).fails(2).says(&["run.tml: cannot read", "did you mean `run.toml`?"]);
     let ran = dir.run(&["tune"]);
     assert_eq!(ran.code, Some(2), "{}", ran.all());
     assert!(!dir.path("out").exists(), "a run that can't start writes nothing");
@@ -454,19 +471,24 @@ fn check_tells_what_sft_will_do_and_writes_nothing() {
     let parameters = numbers(line(&told.stdout, "  parameters  "));
     assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2]);
     for args in [&["--model.lora", "None"][..], &["--model.lora.modules-to-save", "lm_head"]] {
-        let told = check(args).succeeds();
-        let ran = dir.sft(&[args, &["--clean-output-dir"]].concat()).succeeds();
+        let args = [args, &["--clean-output-dir"]].concat();
+        let told = check(&args).succeeds();
+        let ran = dir.sft(&args).succeeds();
         let parameters = numbers(line(&told.stdout, "  parameters  "));
         assert_eq!(parameters[..2], numbers(line(&ran.stderr, "Parameters: "))[..2], "{args:?}");
     }
-    check(&["--data.seq-len", "8"]).fails(1).says(&["nothing to train on"]);
-    check(&["--model.lora.target-modules", "query"]).fails(2).says(&["matches no module"]);
+    check(&["--output-dir", "new", "--data.seq-len", "8"]).fails(1).says(&["nothing to train on"]);
+    check(&["--output-dir", "new", "--model.lora.target-modules", "query"])
+        .fails(2)
+        .says(&["matches no module"]);
 }
 
 #[test]
 fn chat_tokens_that_the_base_never_learned_are_told() {
     let dir = RunDir::new();
-    let told = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat()).succeeds();
+    let told = |args: &[&str]| {
+        dir.run(&[&["check", "@", "run.toml", "--output-dir", "new"], args].concat()).succeeds()
+    };
     assert!(!told(&[]).stdout.contains("never trained"), "the tiny model's rows are all different");
     let ok = common::goldens::root().join("bad/_ok/model");
     std::fs::create_dir(dir.path("base")).unwrap();

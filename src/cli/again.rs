@@ -1,6 +1,9 @@
-//! The command that goes on where this one stops.
+//! What to do after a run: merge its adapter, go on where it stopped.
 
-use crate::config::{self, SftConfig};
+use std::path::{Path, PathBuf};
+
+use crate::Summary;
+use crate::config::{self, SchedulerConfig, SftConfig};
 
 /// Switches that were for this run alone.
 const ONCE: [&str; 5] = [
@@ -11,9 +14,57 @@ const ONCE: [&str; 5] = [
     "ckpt.skip_optimizer",
 ];
 
+/// This program as the user called it, for a shell.
+pub(super) fn program() -> String {
+    let name = std::env::args().next().filter(|name| !name.is_empty());
+    quoted(&name.unwrap_or_else(|| "embertune".into()))
+}
+
+/// What to do with the result.
+pub(super) fn next_steps(program: &str, config: &SftConfig, args: &[String], summary: &Summary) -> String {
+    let mut text = String::new();
+    if let Some(adapter) = &summary.adapter {
+        let [base, from, to] = [&summary.base, adapter, &free_name(&config.output_dir.join("merged"))]
+            .map(|path| quoted(&path.display().to_string()));
+        text += &format!(
+            "Adapter: {}\nMerge it into the base model:\n  {program} merge --base {base} --adapter {from} --out {to}\n",
+            adapter.display()
+        );
+    }
+    if let Some(weights) = &summary.weights {
+        text += &format!("Weights: {}\n", weights.display());
+    }
+    if summary.checkpoint.is_some() {
+        let ends = [
+            ("max-steps", config.max_steps.map(|_| 2 * summary.steps)),
+            ("num-epochs", config.num_epochs.map(|n| 2 * n)),
+        ];
+        let ends = ends.into_iter().filter_map(|(key, end)| Some((key, end?)));
+        let command = command(program, args, &ends.collect::<Vec<_>>());
+        text +=
+            &format!("Go on training, to twice the length{}:\n  {command}\n", stretched(&config.scheduler));
+    }
+    text
+}
+
+/// What a longer run does to the learning rate.
+fn stretched(scheduler: &SchedulerConfig) -> &'static str {
+    match scheduler {
+        SchedulerConfig::Constant | SchedulerConfig::Linear { decay_steps: 0, .. } => "",
+        _ => " (the learning rate will decay towards the new end: it begins higher than it ended here)",
+    }
+}
+
+/// The name, or with a number behind it if that is taken.
+fn free_name(path: &Path) -> PathBuf {
+    let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", path.display())));
+    let mut names = std::iter::once(path.to_path_buf()).chain(numbered);
+    names.find(|path| !path.exists()).expect("numbers don't end")
+}
+
 /// `embertune sft …` with the arguments of this run, but for what the next must not do again, from the newest
 /// checkpoint to new `ends` (`max-steps` or `num-epochs`, and its value).
-pub(super) fn command(args: &[String], ends: &[(&str, usize)]) -> String {
+pub(super) fn command(program: &str, args: &[String], ends: &[(&str, usize)]) -> String {
     let is_end = |key: &str| ends.iter().any(|(end, _)| end.replace('-', "_") == key);
     let mut kept: Vec<String> = Vec::new();
     let mut dropping = false;
@@ -36,7 +87,7 @@ pub(super) fn command(args: &[String], ends: &[(&str, usize)]) -> String {
     kept.extend(["--ckpt.resume-step".into(), "-1".into()]);
     kept.extend(ends);
     let words = kept.iter().map(|arg| format!(" {}", quoted(arg)));
-    format!("embertune sft{}", words.collect::<String>())
+    format!("{program} sft{}", words.collect::<String>())
 }
 
 /// The key of `KEY`, `KEY=VALUE` or `no-KEY`, as files spell it.
@@ -58,7 +109,7 @@ fn is_on(config: &SftConfig, key: &str) -> bool {
 }
 
 /// An argument as a shell takes it.
-pub(super) fn quoted(text: &str) -> String {
+fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./@:=,+%".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         text.to_string()
@@ -73,7 +124,7 @@ mod tests {
 
     fn of(args: &str, ends: &[(&str, usize)]) -> String {
         let args: Vec<String> = args.split_whitespace().map(String::from).collect();
-        command(&args, ends)
+        command("embertune", &args, ends)
     }
 
     #[test]
@@ -107,5 +158,33 @@ mod tests {
                 "embertune sft @ {file} --no-clean-output-dir --no-ckpt.skip-optimizer --ckpt.resume-step -1"
             )
         );
+    }
+
+    #[test]
+    fn next_steps_can_be_pasted() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out put");
+        std::fs::create_dir_all(out.join("merged")).unwrap();
+        let summary = Summary {
+            steps: 10,
+            adapter: Some("out put/weights/step_10/lora_adapters".into()),
+            checkpoint: Some("out put/checkpoints/step_10".into()),
+            base: "base".into(),
+            ..Summary::default()
+        };
+        let config = SftConfig { output_dir: out.clone(), max_steps: Some(10), ..SftConfig::default() };
+        let text = next_steps("./embertune", &config, &["@".into(), "it's.toml".into()], &summary);
+        let merge = "./embertune merge --base base --adapter 'out put/weights/step_10/lora_adapters'";
+        assert!(text.contains(&format!("{merge} --out '{}-2'", out.join("merged").display())), "{text}");
+        assert!(
+            text.contains(r"./embertune sft @ 'it'\''s.toml' --ckpt.resume-step -1 --max-steps 20"),
+            "{text}"
+        );
+        assert!(!text.contains("learning rate"), "{text}");
+        let scheduler = SchedulerConfig::Cosine { warmup_steps: 1, min_lr: 0.0 };
+        let epochs = SftConfig { max_steps: None, num_epochs: Some(3), scheduler, ..config };
+        let text = next_steps("embertune", &epochs, &[], &summary);
+        assert!(text.contains("sft --ckpt.resume-step -1 --num-epochs 6\n"), "{text}");
+        assert!(text.contains("begins higher than it ended"), "{text}");
     }
 }

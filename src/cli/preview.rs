@@ -2,9 +2,12 @@
 
 use std::io::{self, IsTerminal};
 
+use tracing::Level;
+
 use super::print;
 use crate::config::{self, DataConfig};
 use crate::data::{ChatTokenizer, Preview, preview as read_row};
+use crate::report::{LineFormat, log};
 use crate::{Error, Result, hub};
 
 /// What is shown.
@@ -23,6 +26,7 @@ enum Style {
 }
 
 pub(super) fn preview(args: &[String]) -> Result<()> {
+    log::init(Level::INFO, LineFormat::Text, None);
     let (options, args) = Options::take(args)?;
     let config = config::load(&args)?.config;
     let DataConfig::Sft(data) = &config.data else {

@@ -32,9 +32,11 @@ data_table! {
     /// Conversations or text, in any of the forms that `format` lists.
     pub struct SftDataConfig: "sft" {
         /// A file (jsonl, json, csv, parquet; gz and zst too), a pattern for several (`data/*.jsonl`), a local folder of
-        /// them (Hugging Face layout), or a hub id; `embertune/reverse-text` is the data inside this program.
+        /// them (Hugging Face layout), or a hub id (`@revision` for another branch, tag or commit than `main`);
+        /// `embertune/reverse-text` is the data inside this program.
         name: String = "PrimeIntellect/Reverse-Text-SFT".into();
-        /// Subsets to interleave; one for each of `splits` if both are given.
+        /// Subsets to interleave; one for each of `splits` if both are given. They are what the dataset's card (its
+        /// `README.md`) calls configs, or else folders; `None` is the card's default.
         subsets: Option<Vec<String>> = None;
         /// Splits to interleave; `None` is `train`.
         splits: Option<Vec<String>> = None;

@@ -7,7 +7,7 @@ use super::read::{Reader, read_table};
 use super::source::{Node, Sources, parse as parse_text};
 use super::write::Difference;
 use crate::error::{Error, Problem, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What runs without a file: the embedded model on the embedded data.
 const DEFAULT: &str = include_str!("../../configs/default.toml");
@@ -72,7 +72,8 @@ impl Loader {
             Ok(text) => Some(parse_text(&text, &name, &mut self.sources, &mut self.problems)),
             Err(error) => {
                 let message = format!("cannot read this file: {error}");
-                self.problems.push(Problem { place: name, message, hint: String::new() });
+                let hint = nearest_sibling(file).map(|near| format!("did you mean `{}`?", near.display()));
+                self.problems.push(Problem { place: name, message, hint: hint.unwrap_or_default() });
                 None
             }
         }
@@ -91,4 +92,20 @@ impl Loader {
             problems => Err(Error::Config(problems)),
         }
     }
+}
+
+/// The entry of the folder of `path` that is spelled most like it; nothing where `path` is there.
+pub(crate) fn nearest_sibling(path: &Path) -> Option<PathBuf> {
+    if path.exists() {
+        return None;
+    }
+    let wanted = path.file_name()?.to_string_lossy();
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let named = |entry: std::fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        (strsim::damerau_levenshtein(&wanted, &name), name)
+    };
+    let near = std::fs::read_dir(parent).ok()?.flatten().map(named);
+    let near = near.filter(|(distance, _)| *distance <= 3.min(wanted.chars().count() / 2)).min();
+    near.map(|(_, name)| path.with_file_name(name))
 }

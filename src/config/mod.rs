@@ -24,6 +24,7 @@ pub use access::{help, reference};
 
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use data::*;
+pub(crate) use load::nearest_sibling;
 pub use load::{Loaded, load};
 pub use write::Difference;
 
@@ -75,7 +76,8 @@ table! {
 table! {
     /// The model and how it is held.
     pub struct ModelConfig {
-        /// A local Hugging Face folder, else a hub id; `embertune/tiny` is the model inside this program.
+        /// A local Hugging Face folder, else a hub id, with `@revision` behind it for another branch, tag or commit than
+        /// `main`; `embertune/tiny` is the model inside this program.
         name: String = "Qwen/Qwen3-0.6B".into();
         /// Not used in SFT, whose rows are `data.seq_len` tokens long; here so that shared `[model]` files load.
         seq_len: usize = 2048, 1..;
@@ -154,13 +156,14 @@ pub enum InitLoraWeights {
 table! {
     /// The tokenizer and chat template; both come from the model's folder unless they are given.
     pub struct TokenizerConfig {
-        /// Folder or hub id to take the tokenizer from.
+        /// Folder or hub id (`@revision` too) to take the tokenizer from.
         name: Option<String> = None;
         /// The chat template itself, in Jinja.
         chat_template: Option<String> = None;
         /// Which thoughts (`<think>…</think>`, `reasoning_content`) of assistant turns are printed: those that the
         /// `template` prints (Qwen3's drops them before the last user message), all (`keep`), at most those after the
-        /// `last` user message, or none (`strip`).
+        /// `last` user message, or none (`strip`). What a template prints of its own stays: Qwen3's puts an empty
+        /// `<think>` block before an answer that comes without a thought.
         thinking: Thinking = Thinking::Template;
     }
 }
@@ -174,7 +177,7 @@ choice! {
         "keep" => Keep,
         /// At most those after the last user message.
         "last" => Last,
-        /// None.
+        /// None; an empty block that the template prints of its own stays.
         "strip" => Strip,
     }
 }

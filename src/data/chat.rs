@@ -49,7 +49,8 @@ impl ChatTemplate {
         variables: Vec<(String, Value)>,
         special_tokens: Vec<String>,
     ) -> Result<Self, Fault> {
-        let traced = trace::trace(source);
+        // Jinja2 reads every kind of line end as a newline, in strings too (lexer.py, `_normalize_newlines`).
+        let traced = trace::trace(&source.replace("\r\n", "\n").replace('\r', "\n"));
         let mut env = jinja::environment();
         env.add_function(trace::BEGIN, |state: &mut State, number: usize, value: Value| {
             let message = value.downcast_object_ref::<TracedMessage>();

@@ -183,6 +183,9 @@ fn numbers(what: &str, value: Value) -> Result<Vec<i64>, Fault> {
     items.iter().enumerate().map(number).collect()
 }
 
+/// Variables of a template that are no row's to set.
+const OWN_VARIABLES: [&str; 2] = ["messages", "tools"];
+
 fn kwargs(what: &str, value: Value) -> Result<Map<String, Value>, Fault> {
     let value = match value {
         Value::String(text) => serde_json::from_str(&text)
@@ -192,6 +195,12 @@ fn kwargs(what: &str, value: Value) -> Result<Map<String, Value>, Fault> {
     match value {
         Value::Object(mut map) => {
             map.retain(|_, value| !value.is_null());
+            if let Some(own) = OWN_VARIABLES.iter().find(|name| map.contains_key(**name)) {
+                return Err(Fault::new(
+                    format!("`{what}` holds `{own}`, which the template gets from the row itself"),
+                    format!("take `{own}` out of `{what}`; a column of that name is read"),
+                ));
+            }
             Ok(map)
         }
         other => Err(wrong_type(what, &other, "an object or a JSON string")),

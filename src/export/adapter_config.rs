@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config::{InitLoraWeights, TargetModules};
 use crate::error::{Error, Result};
+use crate::hub;
 use crate::model::{AdaptedModule, LoraSpec, Modules, Resolved, read_json_object, resolve};
 
 /// The version whose files these are.
@@ -33,7 +34,7 @@ const OFF: [&str; 17] = [
 ];
 
 /// What PEFT offers, is not used here, and is written as null.
-const NULL: [&str; 15] = [
+const NULL: [&str; 14] = [
     "alora_invocation_tokens",
     "arrow_config",
     "auto_mapping",
@@ -44,7 +45,6 @@ const NULL: [&str; 15] = [
     "lora_ga_config",
     "megatron_config",
     "monteclora_config",
-    "revision",
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
@@ -138,8 +138,11 @@ impl AdapterConfig {
             [one] => json!(one),
             many => list(many),
         };
+        let base = self.base_model_name_or_path.as_deref().map(hub::split_revision);
+        let (base, revision) = (base.map(|(name, _)| name), base.and_then(|(_, revision)| revision));
         let pairs = [
-            ("base_model_name_or_path", json!(self.base_model_name_or_path)),
+            ("base_model_name_or_path", json!(base)),
+            ("revision", json!(revision)),
             ("r", json!(spec.rank)),
             ("lora_alpha", plain(spec.alpha)),
             ("lora_dropout", json!(spec.dropout)),

@@ -1,6 +1,8 @@
 //! Where files of the hub lie on this machine, and where ours do.
 
 use std::fs;
+#[cfg(feature = "hub")]
+use std::io;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
@@ -16,39 +18,53 @@ pub(super) enum Kind {
     Dataset,
 }
 
-/// A repository of the hub.
+impl Kind {
+    /// As the hub's addresses have it.
+    pub fn plural(self) -> &'static str {
+        match self {
+            Kind::Model => "models",
+            Kind::Dataset => "datasets",
+        }
+    }
+}
+
+/// A repository of the hub, at a revision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Repo {
     pub kind: Kind,
     /// `owner/name`.
     pub id: String,
+    /// A branch, a tag or a commit.
+    pub revision: String,
 }
 
 impl Repo {
-    /// `None` when `name` can't be the name of a repository.
+    /// `owner/name`, or `owner/name@revision`; `None` when `name` can't be the name of a repository.
     pub fn parse(kind: Kind, name: &str) -> Option<Self> {
-        let (owner, repo) = name.split_once('/')?;
-        let fits = |part: &str| {
-            !part.is_empty()
-                && !part.starts_with(['.', '-', '~'])
-                && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-        };
+        let (id, revision) = name.split_once('@').unwrap_or((name, "main"));
+        let (owner, repo) = id.split_once('/')?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        let fits =
+            |part: &str| !part.is_empty() && !part.starts_with(['.', '-', '~']) && part.chars().all(plain);
         let is_file = data_ending(repo).is_some();
-        (fits(owner) && fits(repo) && !is_file).then(|| Self { kind, id: name.to_string() })
+        let names = fits(owner) && fits(repo) && revision.split('/').all(fits);
+        let (id, revision) = (id.to_string(), revision.to_string());
+        (names && !is_file).then_some(Self { kind, id, revision })
+    }
+
+    /// Whether the revision is a commit, which never changes.
+    pub fn is_commit(&self) -> bool {
+        self.revision.len() == 40 && self.revision.chars().all(|c| c.is_ascii_hexdigit())
     }
 
     /// Its folder in the cache.
     pub fn folder(&self) -> PathBuf {
-        let kind = match self.kind {
-            Kind::Model => "models",
-            Kind::Dataset => "datasets",
-        };
-        hub_cache().join(format!("{kind}--{}", self.id.replace('/', "--")))
+        hub_cache().join(format!("{}--{}", self.kind.plural(), self.id.replace('/', "--")))
     }
 
-    /// There while a download is unfinished: the snapshot isn't whole then.
-    pub fn unfinished_mark(&self) -> PathBuf {
-        self.folder().join(".embertune-unfinished")
+    /// The paths in a commit, kept beside what was downloaded of it.
+    pub fn listing_file(&self, commit: &str) -> PathBuf {
+        self.folder().join(".embertune").join(format!("{commit}.json"))
     }
 }
 
@@ -74,16 +90,45 @@ pub(super) fn hub_cache() -> PathBuf {
         .unwrap_or_else(|| hf_home().join("hub"))
 }
 
-/// The cached snapshot of a repository's main branch, if there is one and no download was cut.
+/// The cached snapshot of a repository's revision, if there is one; it may hold a part of the files only.
 pub(super) fn snapshot(repo: &Repo) -> Option<PathBuf> {
-    newest_snapshot(repo).filter(|_| !repo.unfinished_mark().exists())
+    let commit = match fs::read_to_string(repo.folder().join("refs").join(&repo.revision)) {
+        Ok(commit) => commit.trim().to_string(),
+        Err(_) if repo.is_commit() => repo.revision.clone(),
+        Err(_) => return None,
+    };
+    Some(repo.folder().join("snapshots").join(commit)).filter(|dir| dir.is_dir())
 }
 
-/// The same, whole or not.
-pub(super) fn newest_snapshot(repo: &Repo) -> Option<PathBuf> {
-    let folder = repo.folder();
-    let commit = fs::read_to_string(folder.join("refs/main")).ok()?;
-    Some(folder.join("snapshots").join(commit.trim())).filter(|dir| dir.is_dir())
+/// The paths in the commit of a snapshot, where the download kept them.
+pub(super) fn listing(repo: &Repo, snapshot: &Path) -> Option<Vec<String>> {
+    let commit = snapshot.file_name()?.to_str()?;
+    serde_json::from_slice(&fs::read(repo.listing_file(commit)).ok()?).ok()
+}
+
+/// Keeps the paths in a commit.
+#[cfg(feature = "hub")]
+pub(super) fn write_listing(repo: &Repo, commit: &str, paths: &[String]) -> io::Result<()> {
+    write_whole(&repo.listing_file(commit), &serde_json::to_vec(paths)?)
+}
+
+/// Says which commit a branch is at.
+#[cfg(feature = "hub")]
+pub(super) fn write_ref(repo: &Repo, commit: &str) -> io::Result<()> {
+    if repo.is_commit() {
+        return Ok(());
+    }
+    write_whole(&repo.folder().join("refs").join(&repo.revision), commit.as_bytes())
+}
+
+/// Nobody reads half of it.
+#[cfg(feature = "hub")]
+fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let parent = path.parent().unwrap_or(path);
+    fs::create_dir_all(parent)?;
+    let unfinished = parent.join(format!(".embertune-{}", std::process::id()));
+    fs::write(&unfinished, bytes)?;
+    fs::rename(&unfinished, path)
 }
 
 /// The folder of something compiled in; its name holds a hash, so that versions keep apart.

@@ -112,7 +112,8 @@ pub(super) fn data_files(paths: &[String], subset: Option<&str>, split: &str) ->
     }
 }
 
-fn are(names: &[String]) -> String {
+/// "are `a`, `b`", for messages.
+pub(super) fn are(names: &[String]) -> String {
     let listed = names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
     match names.len() {
         0 => "are none".into(),
@@ -128,7 +129,8 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     names
 }
 
-fn is_data(path: &str) -> bool {
+/// Whether a path is of a file that holds rows.
+pub(super) fn is_data(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     // What `datasets` and the hub put beside the data.
     let about = ["dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"];
@@ -191,7 +193,7 @@ fn of_one_ending(files: &[&String]) -> Vec<String> {
 }
 
 /// The name of a shard that should be there and isn't.
-fn missing_shard(files: &[String]) -> Option<String> {
+pub(super) fn missing_shard(files: &[String]) -> Option<String> {
     for file in files {
         let (name, Some((number, count))) = stem(file) else { continue };
         for wanted in 0..count {

@@ -25,8 +25,8 @@ pub use size::{Load, Memory, Sizes, sizes};
 pub(crate) use targets::{Modules, Resolved, resolve};
 pub use trainable::{ParameterCounts, Trainable};
 pub use untrained::untrained_tokens;
-pub use weights::LoadReport;
 pub(crate) use weights::{Checkpoint, Entry, decode};
+pub use weights::{LoadReport, check_weights};
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;

@@ -269,12 +269,10 @@ impl<'a> Check<'a> {
         self.entries_match_something(target);
         let kept: Vec<&String> =
             all.iter().copied().filter(|m| !self.excluded(m, exclude) && self.in_chosen_layers(m)).collect();
-        for module in &kept {
-            self.is_linear(module);
-        }
+        self.are_linear(&kept);
         if kept.is_empty() && self.problems.is_empty() {
             let (why, hint) = match all.len() {
-                0 => ("matches no module of the model", self.existing()),
+                0 => ("matches no module of the model", self.meant_by_rule()),
                 _ => ("matches only modules that other keys exclude", String::new()),
             };
             self.problem(format!("`target_modules` {why}"), hint);
@@ -291,17 +289,39 @@ impl<'a> Check<'a> {
         if entries.is_empty() {
             self.problem("`target_modules` is empty".into(), self.existing());
         }
-        for entry in entries.iter() {
-            if self.modules.all.iter().any(|m| names(entry, m)) {
-                continue;
-            }
-            let last = entry.rsplit('.').next().unwrap_or(entry);
-            let near = self.modules.suffixes().into_iter().map(|s| (strsim::jaro_winkler(s, last), s));
-            let near = near.filter(|(score, _)| *score > 0.75).max_by(|a, b| a.0.total_cmp(&b.0));
-            let guess = near.map(|(_, s)| format!("did you mean `{s}`? ")).unwrap_or_default();
-            let message = format!("`target_modules` entry `{entry}` matches no module of the model");
-            self.problem(message, format!("{guess}{}", self.existing()));
+        let lost = |entry: &&String| !self.modules.all.iter().any(|m| names(entry, m));
+        let lost: Vec<&String> = entries.iter().filter(lost).collect();
+        if lost.is_empty() {
+            return;
         }
+        let guesses = lost.iter().filter_map(|entry| self.guess(entry)).collect::<Vec<_>>();
+        let (entry, matches) = if lost.len() == 1 { ("entry", "matches") } else { ("entries", "match") };
+        let message =
+            format!("`target_modules` {entry} {} {matches} no module of the model", quoted(&lost).join(", "));
+        self.problem(message, format!("{}{}", guesses.concat(), self.existing()));
+    }
+
+    /// What a target that matches nothing may have been meant to be.
+    fn guess(&self, target: &str) -> Option<String> {
+        if target.to_lowercase().replace(['_', ' ', '.'], "-") == "all-linear" {
+            return Some("did you mean `\"all-linear\"` (a hyphen, and no list)? ".into());
+        }
+        let last = target.rsplit('.').next().unwrap_or(target);
+        let near = self.modules.suffixes().into_iter().map(|s| (strsim::jaro_winkler(s, last), s));
+        let near = near.filter(|(score, _)| *score > 0.75).max_by(|a, b| a.0.total_cmp(&b.0));
+        near.map(|(_, s)| format!("did you mean `{s}`? "))
+    }
+
+    /// The hint where `target_modules` as a whole matches nothing.
+    fn meant_by_rule(&self) -> String {
+        let TargetModules::Regex(pattern) = &self.spec.target_modules else { return self.existing() };
+        let guess = match self.modules.suffixes().contains(&pattern.as_str()) {
+            true => Some(format!(
+                "a string is a regular expression of whole paths; the list is `[\"{pattern}\"]`; "
+            )),
+            false => self.guess(pattern),
+        };
+        guess.unwrap_or_default() + &self.existing()
     }
 
     fn excluded(&self, module: &str, exclude: Option<&Rule>) -> bool {
@@ -324,19 +344,28 @@ impl<'a> Check<'a> {
             || layer_of(module, &self.spec.layers_pattern).is_some_and(|layer| layers.contains(&layer))
     }
 
-    fn is_linear(&mut self, module: &str) {
-        if self.modules.is_linear(module) {
-            return;
-        }
-        let last = module.rsplit('.').next().unwrap_or(module);
-        if last == "embed_tokens" {
+    fn are_linear(&mut self, targets: &[&String]) {
+        let other = |m: &&&String| !self.modules.is_linear(m);
+        let embeds = |m: &&String| m.rsplit('.').next() == Some("embed_tokens");
+        let (embedding, other): (Vec<&String>, Vec<&String>) =
+            targets.iter().filter(other).copied().partition(embeds);
+        if !embedding.is_empty() {
             let message = "`target_modules` names `embed_tokens`: LoRA on an embedding is not supported";
             self.problem(message.into(), "train it whole with `modules_to_save = [\"embed_tokens\"]`");
-        } else {
-            let message = format!("`target_modules` matches `{module}`, which is not a linear layer");
-            self.problem(message, self.existing());
         }
+        let shown = quoted(&other[..other.len().min(3)]).join(", ");
+        let message = match other.len() {
+            0 => return,
+            1 => format!("`target_modules` matches {shown}, which is not a linear layer"),
+            2 | 3 => format!("`target_modules` matches {shown}, which are not linear layers"),
+            n => format!("`target_modules` matches {shown} and {} more, which are not linear layers", n - 3),
+        };
+        self.problem(message, self.existing());
     }
+}
+
+fn quoted(names: &[&String]) -> Vec<String> {
+    names.iter().map(|name| format!("`{name}`")).collect()
 }
 
 /// The layer number of a module: the first number after `pattern.`, or after any name.
@@ -350,126 +379,4 @@ fn layer_of(module: &str, patterns: &[String]) -> Option<usize> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::LoraConfig;
-
-    fn modules(layers: usize) -> Modules {
-        let mut names = vec!["model.embed_tokens.weight".to_string()];
-        for i in 0..layers {
-            for part in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "mlp.up_proj"] {
-                names.push(format!("model.layers.{i}.{part}.weight"));
-            }
-            names.push(format!("model.layers.{i}.input_layernorm.weight"));
-        }
-        names.push("model.norm.weight".into());
-        Modules::from_parameters(names.iter().map(String::as_str))
-    }
-
-    fn list(entries: &[&str]) -> TargetModules {
-        TargetModules::List(entries.iter().map(|e| e.to_string()).collect())
-    }
-
-    fn spec(target_modules: TargetModules) -> LoraSpec {
-        LoraSpec::from_config(&LoraConfig { rank: 4, alpha: 8.0, target_modules, ..LoraConfig::default() })
-    }
-
-    fn found(spec: &LoraSpec) -> Vec<String> {
-        resolve(spec, &modules(2)).unwrap().modules.into_iter().map(|m| m.name).collect()
-    }
-
-    fn text(spec: &LoraSpec) -> String {
-        let problems = resolve(spec, &modules(2)).unwrap_err();
-        problems.iter().map(|p| format!("{p}\n")).collect()
-    }
-
-    #[test]
-    fn a_list_names_endings_after_a_dot() {
-        let q = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"];
-        assert_eq!(found(&spec(list(&["q_proj"]))), q);
-        assert_eq!(found(&spec(list(&["layers.1.self_attn.q_proj"]))), q[1..]);
-        assert!(text(&spec(list(&["_proj"]))).contains("matches no module"));
-    }
-
-    #[test]
-    fn a_regex_matches_the_whole_name() {
-        let regex = |p: &str| spec(TargetModules::Regex(p.into()));
-        assert_eq!(found(&regex(r".*\.1\..*(q|up)_proj")).len(), 2);
-        assert!(text(&regex("q_proj")).contains("matches no module"));
-        assert!(text(&regex("(")).contains("not a regular expression"));
-        assert!(text(&regex(r"model\.layers\.0\.mlp.*")).contains("not a linear layer"));
-    }
-
-    #[test]
-    fn entries_that_match_nothing_are_named_with_the_nearest() {
-        let text = text(&spec(list(&["qproj", "up_proj", "value"])));
-        assert!(
-            text.contains("`qproj` matches no module") && text.contains("did you mean `q_proj`"),
-            "{text}"
-        );
-        assert!(text.contains("`value`") && text.contains("lm_head"), "{text}");
-        assert!(!text.contains("entry `up_proj`"), "{text}");
-    }
-
-    #[test]
-    fn exclude_and_saved_modules_win() {
-        let mut spec = spec(TargetModules::AllLinear);
-        spec.exclude_modules = Some(list(&["layers.0.self_attn.k_proj", "up_proj"]));
-        spec.modules_to_save = vec!["lm_head".into()];
-        let resolved = resolve(&spec, &modules(2)).unwrap();
-        let names: Vec<&str> = resolved.modules.iter().map(|m| m.name.as_str()).collect();
-        let want = ["0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.k_proj"];
-        assert_eq!(names, want.map(|n| format!("model.layers.{n}")));
-        assert_eq!(resolved.saved, ["lm_head"]);
-        spec.exclude_modules = Some(TargetModules::Regex(".*".into()));
-        assert!(text(&spec).contains("exclude"));
-    }
-
-    #[test]
-    fn patterns_match_the_end_and_the_first_wins() {
-        let mut spec = spec(list(&["q_proj", "up_proj"]));
-        spec.rank_pattern = vec![("q_proj".into(), 2), (r"layers\.1\..*".into(), 6)];
-        spec.alpha_pattern = vec![(r"1\.mlp\.(up|down)_proj".into(), 3.0)];
-        let resolved = resolve(&spec, &modules(2)).unwrap().modules;
-        let got: Vec<_> = resolved.iter().map(|m| (m.rank, m.alpha, m.scale)).collect();
-        assert_eq!(got, [(2, 8.0, 4.0), (4, 8.0, 2.0), (2, 8.0, 4.0), (6, 3.0, 0.5)]);
-        spec.use_rslora = true;
-        let scale = resolve(&spec, &modules(2)).unwrap().modules[1].scale;
-        assert_eq!(scale, 4.0);
-    }
-
-    #[test]
-    fn layers_to_transform_needs_a_list_and_layers_that_exist() {
-        let mut layers = spec(list(&["q_proj", "up_proj"]));
-        layers.layers_to_transform = Some(vec![1]);
-        assert_eq!(found(&layers), ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]);
-        layers.layers_pattern = vec!["layers".into()];
-        assert_eq!(found(&layers).len(), 2);
-        layers.layers_to_transform = Some(vec![7]);
-        assert!(text(&layers).contains("layer 7"));
-        layers.target_modules = TargetModules::AllLinear;
-        assert!(text(&layers).contains("list"));
-    }
-
-    #[test]
-    fn embeddings_and_blocks_are_refused_with_what_to_do() {
-        assert!(text(&spec(list(&["embed_tokens"]))).contains("modules_to_save"));
-        let mut block = spec(list(&["q_proj"]));
-        block.modules_to_save = vec!["mlp".into()];
-        assert!(text(&block).contains("block"));
-        block.modules_to_save = vec!["embedding".into()];
-        assert!(text(&block).contains("`embedding` matches no module"));
-    }
-
-    #[test]
-    fn many_targets_are_condensed_as_peft_stores_them() {
-        let few = modules(2);
-        assert_eq!(few.condense(few.all_linear()).len(), 6);
-        let many = modules(8);
-        assert_eq!(many.condense(many.all_linear()), ["q_proj", "k_proj", "up_proj"]);
-        let q = |i: usize| format!("model.layers.{i}.self_attn.q_proj");
-        let most: Vec<String> = (0..30).map(q).collect();
-        let condensed = modules(31).condense(most.clone());
-        assert_eq!(condensed.len(), 30, "layer 30 is not a target, so `q_proj` alone would be wrong");
-    }
-}
+mod tests;

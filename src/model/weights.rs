@@ -258,12 +258,7 @@ impl Decoder {
         device: &Device,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(Decoder, LoadReport)> {
-        let mut config = HfConfig::load(dir)?;
-        let checkpoint = Checkpoint::open_model(dir)?;
-        let mut report = LoadReport::default();
-        untie_if_heads_differ(&checkpoint, &mut config, &mut report);
-        let decoder = Decoder::empty(&config, dtype, &device.clone().without_autodiff());
-        check_fit(dir, &checkpoint, &decoder.base_parameters(), config.tie_word_embeddings, &mut report)?;
+        let (checkpoint, decoder, report) = open(dir, dtype, device)?;
         let total = checkpoint.entries.values().map(|entry| entry.range.len()).sum();
         let path = Vec::new();
         let mut loader =
@@ -282,6 +277,28 @@ impl Decoder {
         let mut filler = Filler { seed, deviation: config.initializer_range, path: Vec::new() };
         Decoder::empty(config, DType::F32, &device).map(&mut filler)
     }
+}
+
+/// Whether a folder holds weights, and they fit its `config.json` by their names and shapes: headers are read, no
+/// values. `None` without any weights.
+///
+/// # Errors
+/// As [`Decoder::load`], but for values.
+pub fn check_weights(dir: &Path, device: &Device) -> Result<Option<LoadReport>> {
+    let there =
+        ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| dir.join(name).exists());
+    there.then(|| open(dir, DType::F32, device).map(|(_, _, report)| report)).transpose()
+}
+
+/// The files of a folder, and the empty decoder that they fit.
+fn open(dir: &Path, dtype: DType, device: &Device) -> Result<(Checkpoint, Decoder, LoadReport)> {
+    let mut config = HfConfig::load(dir)?;
+    let checkpoint = Checkpoint::open_model(dir)?;
+    let mut report = LoadReport::default();
+    untie_if_heads_differ(&checkpoint, &mut config, &mut report);
+    let decoder = Decoder::empty(&config, dtype, &device.clone().without_autodiff());
+    check_fit(dir, &checkpoint, &decoder.base_parameters(), config.tie_word_embeddings, &mut report)?;
+    Ok((checkpoint, decoder, report))
 }
 
 /// A tied checkpoint may hold the head too; where it is another one, both are kept apart

@@ -3,28 +3,33 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use burn::tensor::DType;
-
+use super::ground::{Ground, Weights, check_folders};
 use super::ranks::{Ranks, World};
 use super::setup;
-use crate::config::{OptimKind, Plan, SftConfig};
+use super::sft::StopFlag;
+use crate::Result;
+use crate::config::{Plan, SftConfig};
 use crate::data::DataReport;
-use crate::device::{Selected, compute_dtype};
-use crate::model::{HfConfig, Load, LoraSpec, Memory, Sizes, sizes};
+use crate::model::{Memory, Sizes};
 use crate::report::{Event, Report, RunInfo, StepMetrics, Summary, gib, thousands};
-use crate::{Result, hub};
 
 /// What [`check`] found.
 #[derive(Debug, Clone)]
 pub struct Checked {
     /// The model's name, and the device it would be trained on.
     pub model: String,
+    /// Whether its weights are on this machine; their headers were held against its sizes then.
+    pub has_weights: bool,
     /// Its sizes.
     pub sizes: Sizes,
     /// What the data are; no rows where they are made up.
     pub data: DataReport,
-    /// Optimizer steps of the run.
+    /// Steps that are done already: those of the checkpoint that the run goes on from.
+    pub done: usize,
+    /// The step that the run ends at.
     pub steps: usize,
+    /// Packed rows of a step.
+    pub batch_size: usize,
     /// Tokens in a packed row.
     pub seq_len: usize,
     /// The estimate for one device.
@@ -40,67 +45,36 @@ pub struct Checked {
 /// # Errors
 /// What would keep the run from starting.
 pub fn check(config: &SftConfig) -> Result<Checked> {
-    setup::check_folders(config)?;
+    check_folders(config)?;
     let plan = Plan::new(config, World::of(config)?.ranks())?;
     let mut warnings = Warnings::default();
-    let selected = setup::device(config, &plan, &mut warnings)?;
-    let dtype = compute_dtype(&selected, &config.model.dtype)?;
-    let base = hub::config_dir(&config.model.name)?;
-    let hf = HfConfig::load(&base)?;
-    warnings.0.extend(plan.check_positions(hf.max_position_embeddings)?);
-    let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
-    let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
-    warnings.0.extend(sizes.warnings.iter().cloned());
-    let data = setup::data(config, &base, &hf, &Ranks::alone(), &mut warnings)?;
-    let report = data.loader.report().clone();
-    plan.total_steps((report.rows > 0).then(|| report.steps_per_epoch()))?;
+    let (mut alone, stop) = (Ranks::alone(), StopFlag::default());
+    let found = Ground::survey(config, &plan, Weights::IfThere, &mut alone, &mut warnings, &stop)?;
+    let dtype = format!("{:?}", found.dtype).to_lowercase();
     Ok(Checked {
-        model: format!(
-            "{} on {} in {}",
-            config.model.name,
-            selected.name,
-            format!("{dtype:?}").to_lowercase()
-        ),
-        memory: Memory::estimate(&hf, sizes.counts, load(config, &plan, dtype)),
-        sizes,
-        steps: setup::last_step(config, &data.loader, 0),
-        data: report,
+        model: format!("{} on {} in {dtype}", config.model.name, found.selected.name),
+        data: found.data.loader.report().clone(),
+        done: found.begun.progress.step,
+        steps: found.max_steps,
         seq_len: plan.seq_len,
-        free: free_bytes(&selected),
+        batch_size: config.data.batch_size(),
+        has_weights: found.has_weights,
+        sizes: found.sizes,
+        memory: found.memory,
+        free: found.free,
         warnings: warnings.0,
     })
-}
-
-fn load(config: &SftConfig, plan: &Plan, dtype: DType) -> Load {
-    let full_in_half = config.model.lora.is_none() && config.model.optimization_dtype == "bfloat16";
-    Load {
-        tokens: plan.rows_per_micro_batch * plan.seq_len,
-        compute_bytes: dtype.size(),
-        trained_bytes: if full_in_half { 2 } else { 4 },
-        optimizer_bytes: match config.optim.kind {
-            OptimKind::AdamW { .. } => 8,
-            OptimKind::Sgd { .. } | OptimKind::Muon { .. } => 4,
-            OptimKind::SignSgd => 0,
-        },
-        recompute: config.model.ac.as_ref().map(|ac| ac.freq),
-    }
-}
-
-/// The machine's free memory, where that is what the device has (Linux's `/proc/meminfo`).
-fn free_bytes(selected: &Selected) -> Option<u64> {
-    if selected.name != "flex" {
-        return None;
-    }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 impl Checked {
     /// Whether the estimate is more than what is free.
     pub fn too_large(&self) -> bool {
         self.free.is_some_and(|free| self.memory.total() > free)
+    }
+
+    /// Passes over the data.
+    fn epochs(&self) -> f64 {
+        (self.steps * self.batch_size) as f64 / self.data.packed_rows.max(1) as f64
     }
 }
 
@@ -157,15 +131,22 @@ impl Checked {
             let bar = "#".repeat((40 * documents).div_ceil(most));
             writeln!(f, "  {name:<11} up to {longest:>6}: {documents:>8} {bar}")?;
         }
-        let fill = 100.0 * data.fill;
-        writeln!(
-            f,
-            "  packing     {} rows of {}, {fill:.1} % full (the last apart)",
-            data.packed_rows, self.seq_len
-        )?;
-        let epoch = data.steps_per_epoch();
-        let epochs = self.steps as f64 / epoch.max(1) as f64;
-        writeln!(f, "  steps       {epoch} an epoch, {} in all ({epochs:.1} epochs)", self.steps)
+        let (rows, seq_len) = (data.packed_rows, self.seq_len);
+        match rows {
+            1 => writeln!(
+                f,
+                "  packing     1 row of {seq_len}, {:.1} % of it filled",
+                percent(data.tokens, seq_len)
+            )?,
+            _ => writeln!(
+                f,
+                "  packing     {rows} rows of {seq_len}, {:.1} % full (the last apart)",
+                100.0 * data.fill
+            )?,
+        }
+        let (epoch, steps, epochs) = (data.steps_per_epoch(), self.steps, self.epochs());
+        let done = if self.done > 0 { format!(", {} of them done", self.done) } else { String::new() };
+        writeln!(f, "  steps       {epoch} an epoch, {steps} in all{done} ({epochs:.1} epochs)")
     }
 
     fn verdict(&self) -> String {
@@ -174,11 +155,14 @@ impl Checked {
             1 => ", with a warning".into(),
             n => format!(", with {n} warnings"),
         };
-        if self.too_large() {
-            let hint = "lower `data.micro_batch_size` or `data.seq_len`, or switch `[model.ac]` on";
-            return format!("it can start{warnings}, but the memory may not do: {hint}");
+        if let Some(why) = setup::nothing_to_do(self.done, self.steps) {
+            return format!("{why}{warnings}");
         }
-        format!("ready to train{warnings}")
+        if self.too_large() {
+            return format!("it can start{warnings}, but the memory may not do");
+        }
+        let once = if self.has_weights { "" } else { " once the weights are there" };
+        format!("ready to train{once}{warnings}")
     }
 }
 

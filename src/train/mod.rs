@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod eval;
+mod ground;
 pub mod metrics;
 pub mod optim;
 pub mod ranks;

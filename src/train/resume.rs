@@ -8,7 +8,7 @@ use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::optim::Optimizer;
-use crate::checkpoint::{Progress, RunFolder, changes};
+use crate::checkpoint::{Progress, RunFolder, State, changes};
 use crate::config::{SchedulerConfig, SftConfig};
 use crate::data::Loader;
 use crate::model::Decoder;
@@ -51,7 +51,10 @@ pub(super) fn keys(config: &SftConfig, base: &Path) -> Result<Keys> {
         keys.settings.remove("max_steps");
         keys.settings.remove("num_epochs");
     }
-    keys.fixed.insert("model.name".into(), fingerprint(base)?);
+    // Without weights (a look at what isn't downloaded yet) there is nothing to hold against the checkpoint's.
+    if let Some(fingerprint) = fingerprint(base)? {
+        keys.fixed.insert("model.name".into(), fingerprint);
+    }
     Ok(keys)
 }
 
@@ -76,8 +79,8 @@ fn flatten(path: &str, value: &toml::Value, flat: &mut BTreeMap<String, String>)
 }
 
 /// Tells base models apart, wherever the folder lies: a hash of `config.json` and, of each weights
-/// file, the size, the first bytes (its header), a stretch in the middle and the end.
-fn fingerprint(base: &Path) -> Result<String> {
+/// file, the size, the first bytes (its header), a stretch in the middle and the end. `None` without weights.
+fn fingerprint(base: &Path) -> Result<Option<String>> {
     const STRETCH: u64 = 1 << 16;
     let mut hash = Xxh3::new();
     let config = base.join("config.json");
@@ -86,6 +89,9 @@ fn fingerprint(base: &Path) -> Result<String> {
     let mut files: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
     files.retain(|path| path.extension().is_some_and(|e| e == "safetensors"));
     files.sort();
+    if files.is_empty() {
+        return Ok(None);
+    }
     for path in files {
         let failed = |e| Error::io(&path, "read", e);
         let mut file = File::open(&path).map_err(failed)?;
@@ -98,7 +104,7 @@ fn fingerprint(base: &Path) -> Result<String> {
             hash.update(&bytes);
         }
     }
-    Ok(format!("a model with fingerprint {:016x}", hash.digest()))
+    Ok(Some(format!("a model with fingerprint {:016x}", hash.digest())))
 }
 
 /// Where a run is when its loop begins.
@@ -112,35 +118,24 @@ pub(super) struct Begun {
     pub schedule_restarts: bool,
 }
 
-/// Puts a checkpoint into model, optimizer and loader, as far as the `ckpt.skip_*` keys leave them.
-pub(super) fn resume(
+/// Holds a checkpoint against the run, and takes the data to where it was, as far as the `ckpt.skip_*` keys want them.
+pub(super) fn fit(
     config: &SftConfig,
-    folder: &RunFolder,
     path: &Path,
+    mut state: State,
     keys: &Keys,
-    (model, optimizer, loader): (&mut Decoder, &mut Optimizer, &mut Loader),
+    loader: &mut Loader,
 ) -> Result<Begun> {
     let ckpt = config.ckpt.as_ref().expect("`ckpt.resume_step` is in `[ckpt]`");
-    let mut checkpoint =
-        folder.load(path, &model.device(), |name| !ckpt.skip_optimizer && !optimizer.leaves_out(name))?;
     let mut fixed = keys.fixed.clone();
     if ckpt.skip_optimizer {
         fixed.remove("optim.type");
-        checkpoint.state.identity.remove("optim.type");
+        state.identity.remove("optim.type");
     }
-    checkpoint.check_identity(&fixed)?;
-    let trainable = model.trainable();
-    let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
-    let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
-    *model = model.clone().set_trainable(values);
-    let state = checkpoint.state;
-    if !ckpt.skip_optimizer {
-        let failed = |message| {
-            let file = path.join("optimizer.safetensors");
-            Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`")
-        };
-        optimizer.restore(checkpoint.optimizer, state.optimizer_updates).map_err(failed)?;
+    if !keys.fixed.contains_key("model.name") {
+        state.identity.remove("model.name");
     }
+    state.check_identity(path, &fixed)?;
     if !ckpt.skip_dataloader {
         loader.restore(state.loader)?;
     }
@@ -151,4 +146,27 @@ pub(super) fn resume(
         schedule_restarts: ckpt.skip_progress && !ckpt.skip_scheduler,
         changes: changes(&state.settings, &keys.settings),
     })
+}
+
+/// Puts a checkpoint that fits into model and optimizer.
+pub(super) fn restore(
+    config: &SftConfig,
+    folder: &RunFolder,
+    path: &Path,
+    model: &mut Decoder,
+    optimizer: &mut Optimizer,
+) -> Result<()> {
+    let skip_optimizer = config.ckpt.as_ref().is_some_and(|ckpt| ckpt.skip_optimizer);
+    let mut checkpoint =
+        folder.load(path, &model.device(), |name| !skip_optimizer && !optimizer.leaves_out(name))?;
+    let trainable = model.trainable();
+    let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
+    let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
+    *model = model.clone().set_trainable(values);
+    if skip_optimizer {
+        return Ok(());
+    }
+    let file = path.join("optimizer.safetensors");
+    let failed = |message| Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`");
+    optimizer.restore(checkpoint.optimizer, checkpoint.state.optimizer_updates).map_err(failed)
 }

@@ -1,10 +1,11 @@
 //! The pieces of a run's setup: device, model, data, optimizer and schedule, sizes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use burn::tensor::DType;
 
+use super::ground::Ground;
 use super::metrics::{FlopCounts, MetricsFile, peak_flops};
 use super::optim::Optimizer;
 use super::ranks::Ranks;
@@ -15,65 +16,31 @@ use super::step::StepOptions;
 use crate::checkpoint::{RunFolder, Start};
 use crate::config::{DataConfig, Plan, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
-use crate::device::{Selected, compute_dtype, hardware_name, select};
-use crate::error::Problem;
-use crate::model::{Decoder, HfConfig, LoraSpec, untrained_tokens};
+use crate::device::{Selected, hardware_name};
+use crate::model::{Decoder, HfConfig, LoraSpec};
 use crate::report::{Event, Report, RunInfo};
-use crate::{Error, Result, hub};
+use crate::{Error, Result};
 
-/// The device, with a warning where it will disappoint.
-pub(super) fn device(config: &SftConfig, plan: &Plan, report: &mut dyn Report) -> Result<Selected> {
-    let selected = select(&plan.device)?;
-    compute_dtype(&selected, &config.model.dtype)?;
-    if let Some(warning) = &selected.warning {
-        report.event(&Event::Warning(warning.clone()));
-    }
-    Ok(selected)
-}
-
-/// A model that is ready to train.
-pub(super) struct Loaded {
-    /// The folder it was read from.
-    pub base: PathBuf,
-    pub model: Decoder,
-    /// What to tell about it.
-    pub details: Vec<String>,
-}
-
+/// The model, ready to train, and what to tell about it. What there is to warn of, [`Ground`] has.
 pub(super) fn model(
     config: &SftConfig,
-    plan: &Plan,
-    selected: &Selected,
+    ground: &Ground,
     report: &mut dyn Report,
-) -> Result<Loaded> {
-    let base = hub::model_dir(&config.model.name)?;
-    let limit = HfConfig::load(&base)?.max_position_embeddings;
-    if let Some(warning) = plan.check_positions(limit)? {
-        report.event(&Event::Warning(warning));
-    }
-    let dtype = compute_dtype(selected, &config.model.dtype)?;
+) -> Result<(Decoder, Vec<String>)> {
     let mut progress = |done, total| report.progress("loading weights", done, total);
-    let (mut model, loaded) = Decoder::load_with_report(&base, dtype, &selected.device, &mut progress)?;
-    loaded.warnings.into_iter().for_each(|w| report.event(&Event::Warning(w)));
+    let (mut model, _) =
+        Decoder::load_with_report(&ground.base, ground.dtype, &ground.selected.device, &mut progress)?;
     let mut details = Vec::new();
     match &config.model.lora {
-        None => {
-            model = model.train_all();
-            if config.ckpt.is_none() {
-                let warning = "full fine-tuning without `[ckpt]`: the trained weights are not saved";
-                report.event(&Event::Warning(warning.into()));
-            }
-        }
+        None => model = model.train_all(),
         Some(lora) => {
             let attached = model.attach_lora(&[LoraSpec::from_config(lora)], config.seed)?;
-            attached.warnings.into_iter().for_each(|w| report.event(&Event::Warning(w)));
-            details.push(format!(
-                "LoRA: rank {}, alpha {}, on {} modules",
-                lora.rank, lora.alpha, attached.modules
-            ));
+            let (rank, alpha, modules) = (lora.rank, lora.alpha, attached.modules);
+            details.push(format!("LoRA: rank {rank}, alpha {alpha}, on {modules} modules"));
         }
     }
-    Ok(Loaded { base, model, details })
+    details.push(describe_data(&ground.data.loader));
+    Ok((model, details))
 }
 
 /// Data of a run.
@@ -108,11 +75,6 @@ pub(super) fn data(
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
     loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
-    if let Some(tokenizer) = tokenizer.as_ref().filter(|_| loader.report().has_chats()) {
-        untrained_chat_tokens(config, base, tokenizer)?
-            .into_iter()
-            .for_each(|w| report.event(&Event::Warning(w)));
-    }
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
             let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
@@ -124,32 +86,6 @@ pub(super) fn data(
         _ => Vec::new(),
     };
     Ok(Data { tokenizer, loader: loader.shared(ranks.rank(), ranks.count()), val })
-}
-
-/// A warning where the chat template prints tokens that the base model never learned and that the run won't
-/// teach it: without it such a model doesn't learn to stop.
-fn untrained_chat_tokens(
-    config: &SftConfig,
-    base: &Path,
-    tokenizer: &ChatTokenizer,
-) -> Result<Option<String>> {
-    let Some(lora) = &config.model.lora else { return Ok(None) };
-    if lora.modules_to_save.iter().any(|module| module.ends_with("embed_tokens")) {
-        return Ok(None);
-    }
-    let (special, printed) = tokenizer.special_ids();
-    let untrained = untrained_tokens(base, &printed, special)?;
-    if untrained.is_empty() {
-        return Ok(None);
-    }
-    let names = untrained.iter().map(|&id| Ok(format!("`{}`", tokenizer.decode(&[id], false)?)));
-    Ok(Some(format!(
-        "the chat template prints {}, which this base model was never trained on (by their rows of the \
-         embedding), and the adapter doesn't train them: it may not learn to stop; set \
-         `model.lora.modules_to_save = [\"embed_tokens\", \"lm_head\"]`, start from the instruct model, or name a \
-         template of known tokens in `[tokenizer] chat_template`",
-        names.collect::<Result<Vec<_>>>()?.join(", ")
-    )))
 }
 
 /// Ranks that train different things would not notice by themselves.
@@ -196,7 +132,7 @@ pub(super) fn last_step(config: &SftConfig, loader: &Loader, done: usize) -> usi
 }
 
 /// A line about what will be trained on.
-pub(super) fn describe_data(loader: &Loader) -> String {
+fn describe_data(loader: &Loader) -> String {
     let report = loader.report();
     if report.rows == 0 {
         return "Data: made-up tokens".into();
@@ -243,23 +179,6 @@ pub(super) fn schedule(config: &SftConfig, begun: &Begun, max_steps: usize) -> R
         }
     }
     Ok(Schedule::new(&config.scheduler, config.optim.lr, Some(steps)))
-}
-
-/// Refuses empty names of folders.
-///
-/// # Errors
-/// The key that is empty.
-pub(super) fn check_folders(config: &SftConfig) -> Result<()> {
-    let saves = config.ckpt.as_ref().and_then(|ckpt| ckpt.output_dir.as_ref());
-    let folders = [("output_dir", Some(&config.output_dir)), ("ckpt.output_dir", saves)];
-    let empty = folders.into_iter().filter(|(_, path)| path.is_some_and(|p| p.as_os_str().is_empty()));
-    let problem = |(key, _)| Problem {
-        place: String::new(),
-        message: format!("`{key}` is empty, wanted a folder"),
-        hint: format!("`{key} = \".\"` is the folder that the program runs in"),
-    };
-    let problems: Vec<Problem> = empty.map(problem).collect();
-    if problems.is_empty() { Ok(()) } else { Err(Error::Config(problems)) }
 }
 
 /// The answer of all ranks to Ctrl-C before the run has changed anything.

@@ -17,10 +17,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::eval::held_out_loss;
+use super::ground::{Ground, Weights, check_folders};
 use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
 use super::ranks::{Ranks, World};
-use super::resume::{self, Begun};
+use super::resume;
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
 use super::step::{StepOptions, forward_backward};
@@ -30,7 +31,7 @@ use crate::data::Batch;
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
-use crate::{Error, Result};
+use crate::{Error, Result, assets};
 
 /// A run of supervised fine-tuning.
 #[derive(Debug, Clone)]
@@ -62,7 +63,7 @@ impl SftLearner {
     /// # Errors
     /// Every rule of the configuration that doesn't hold.
     pub fn new(config: SftConfig) -> Result<Self> {
-        setup::check_folders(&config)?;
+        check_folders(&config)?;
         let world = World::of(&config)?;
         let plan = Plan::new(&config, world.ranks())?;
         Ok(Self { config, plan, world })
@@ -129,35 +130,17 @@ impl<'a> Run<'a> {
         stop: &StopFlag,
     ) -> Result<Self> {
         let started = Instant::now();
-        let folder = RunFolder::new(config);
-        let selected = setup::device(config, plan, report)?;
-        ranks.on_device(&selected.device)?;
-        let mut locks = Locks::default();
-        let start = ranks.from_first(|| {
-            folder.check_writable()?;
-            locks = Locks::of_existing(&folder)?;
-            folder.start(config)
-        })?;
+        let ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, stop)?;
 
-        // ---- model, adapters, data, optimizer ----
+        // ---- model, adapters, optimizer ----
         go_on(config, &ranks, stop)?;
-        let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
-        go_on(config, &ranks, stop)?;
-        let mut data = setup::data(config, &base, model.config(), &ranks, report)?;
-        details.push(setup::describe_data(&data.loader));
+        let (mut model, details) = setup::model(config, &ground, report)?;
         let mut optimizer = setup::optimizer(config, &model, &ranks);
-
-        // ---- what an earlier process left ----
-        go_on(config, &ranks, stop)?;
-        let keys = resume::keys(config, &base)?;
-        let begun = match &start {
-            Start::Fresh => Begun::default(),
-            Start::Resume { path, .. } => {
-                resume::resume(config, &folder, path, &keys, (&mut model, &mut optimizer, &mut data.loader))?
-            }
-        };
-        let max_steps = setup::last_step(config, &data.loader, begun.progress.step);
-        let schedule = setup::schedule(config, &begun, max_steps)?;
+        #[rustfmt::skip]
+        let Ground { folder, mut locks, start, selected, base, data, keys, begun, max_steps, schedule, .. } = ground;
+        if let Start::Resume { path, .. } = &start {
+            resume::restore(config, &folder, path, &mut model, &mut optimizer)?;
+        }
 
         // ---- the run's folder ----
         go_on(config, &ranks, stop)?;
@@ -185,7 +168,6 @@ impl<'a> Run<'a> {
             details,
             (begun.progress.step, max_steps),
         ));
-        begun.changes.iter().for_each(|change| report.event(&Event::Warning(change.clone())));
         if begun.schedule_restarts {
             report
                 .event(&Event::Note("`ckpt.skip_progress`: the schedule starts anew with the steps".into()));
@@ -422,8 +404,7 @@ impl<'a> Run<'a> {
             let clock = Instant::now();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {
-                    let base = Some(self.config.model.name.clone());
-                    let meta = AdapterMeta { base_model_name_or_path: base };
+                    let meta = AdapterMeta { base_model_name_or_path: Some(self.base_name()) };
                     export::save_adapter(&self.model, 0, &partial.join("lora_adapters"), &meta)
                 } else {
                     export::save_model(
@@ -444,6 +425,12 @@ impl<'a> Run<'a> {
             self.summary.weights = Some(target);
         }
         Ok(())
+    }
+
+    /// What PEFT is to load the base by: its name; the folder of the embedded one, whose name nobody else knows.
+    fn base_name(&self) -> String {
+        let name = &self.config.model.name;
+        if assets::is_embedded(name) { self.summary.base.display().to_string() } else { name.clone() }
     }
 
     /// A folder that is no save of ours makes way for one.

@@ -1,6 +1,7 @@
 //! What several test programs share.
 
 pub mod goldens;
+pub mod hub;
 pub mod neutral;
 pub mod run;
 pub mod sha256;

@@ -125,3 +125,14 @@ fn templates_that_fail_say_why() {
     );
     assert!(trained(&strict, injected()).unwrap_err().contains("say something"));
 }
+
+#[test]
+fn line_ends_of_the_template_are_newlines() {
+    let source = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<|eot|>{{ '\n' }}{% endfor %}\n";
+    let columns =
+        json!({"messages": [{"role": "user", "content": "u\r\n"}, {"role": "assistant", "content": "b"}]});
+    let text = |source: &str| template(source).render(&conversation(columns.clone()), &ASSISTANT).unwrap();
+    assert_eq!(text(&source.replace('\n', "\r\n")), text(source));
+    assert_eq!(text(&source.replace('\n', "\r")), text(source));
+    assert!(text(source).text.contains("u\r\n<|eot|>"), "those of messages stay");
+}

@@ -1,0 +1,196 @@
+//! Requests to the hub: patience with servers that are busy, redirects that don't carry the token away.
+
+use std::time::Duration;
+
+use ureq::http::Response;
+use ureq::{Agent, Body};
+
+use super::cache;
+
+/// How often a request is tried that may well succeed later.
+const TRIES: u32 = 5;
+/// The longest that a server's `Retry-After` is followed.
+const LONGEST_WAIT: Duration = Duration::from_secs(120);
+/// A transfer that goes on longer is begun anew where it stopped.
+const LONGEST_BODY: Duration = Duration::from_secs(600);
+
+/// What was answered.
+pub(super) struct Answer {
+    pub response: Response<Body>,
+    /// Headers of the hub itself, where it sent on to another server.
+    pub first: ureq::http::HeaderMap,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The server refused: status, and what it said about it.
+    Refused(u16, String),
+    /// It didn't come to an answer.
+    Broken(String),
+    /// It wants a longer pause than one would make.
+    Busy(u64),
+}
+
+/// The hub, as the environment names it.
+pub(super) struct Hub {
+    agent: Agent,
+    pub endpoint: String,
+    token: Option<String>,
+    tries: u32,
+}
+
+impl Hub {
+    /// `impatient`: one try, where there is something to fall back on.
+    pub fn new(impatient: bool) -> Self {
+        let variable = |key| cache::variable(key).map(|v| v.to_string_lossy().into_owned());
+        let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+        let token_file = || {
+            let path = cache::variable("HF_TOKEN_PATH").unwrap_or_else(|| cache::hf_home().join("token"));
+            std::fs::read_to_string(path).ok()
+        };
+        let token = variable("HF_TOKEN").or_else(token_file).map(|token| token.trim().to_string());
+        let wait = Duration::from_secs(if impatient { 5 } else { 15 });
+        let agent = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .timeout_connect(Some(wait))
+            .timeout_recv_response(Some(2 * wait))
+            .timeout_recv_body(Some(LONGEST_BODY))
+            .user_agent(concat!("embertune/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .new_agent();
+        let token = token.filter(|token| !token.is_empty());
+        let endpoint = endpoint.trim_end_matches('/').to_string();
+        Self { agent, endpoint, token, tries: if impatient { 1 } else { TRIES } }
+    }
+
+    /// Asks until there is an answer, or no hope of one. `from`: the first byte that is wanted.
+    pub fn get(&self, path: &str, from: u64) -> Result<Answer, Failure> {
+        let mut tried = 0;
+        loop {
+            tried += 1;
+            let failure = match self.follow(&format!("{}{path}", self.endpoint), from) {
+                Ok(answer) => match answer.response.status().as_u16() {
+                    200..300 | 416 => return Ok(answer),
+                    status => refused(status, answer),
+                },
+                Err(error) => (Failure::Broken(chain(&error)), None),
+            };
+            let (failure, asked) = failure;
+            let hopeless = matches!(failure, Failure::Refused(status, _) if status < 500 && status != 429);
+            if hopeless || tried >= self.tries {
+                return Err(failure);
+            }
+            let wait = asked.unwrap_or(Duration::from_millis(250) * 2u32.pow(tried - 1));
+            if wait > LONGEST_WAIT {
+                return Err(Failure::Busy(wait.as_secs()));
+            }
+            tracing::warn!("{failure}; trying again in {:.1} s", wait.as_secs_f64());
+            std::thread::sleep(wait);
+        }
+    }
+
+    /// One request and the redirects that it leads to.
+    fn follow(&self, url: &str, from: u64) -> Result<Answer, ureq::Error> {
+        let mut url = url.to_string();
+        let mut first = None;
+        for _ in 0..8 {
+            let mut request = self.agent.get(&url).header("Accept-Encoding", "identity");
+            if from > 0 {
+                request = request.header("Range", format!("bytes={from}-"));
+            }
+            // The servers that files lie on are none of the token's business.
+            let ours = url.strip_prefix(&self.endpoint).is_some_and(|path| path.starts_with('/'));
+            if let Some(token) = self.token.as_ref().filter(|_| ours) {
+                request = request.header("Authorization", format!("Bearer {token}"));
+            }
+            let response = request.call()?;
+            let location = response.headers().get("location").and_then(|l| l.to_str().ok());
+            let next = location.filter(|_| response.status().is_redirection()).map(|l| absolute(l, &url));
+            first.get_or_insert_with(|| response.headers().clone());
+            match next {
+                Some(next) => url = next,
+                None => return Ok(Answer { response, first: first.unwrap_or_default() }),
+            }
+        }
+        Err(ureq::Error::TooManyRedirects)
+    }
+}
+
+/// A `Location`, which may be a path on the same server.
+fn absolute(location: &str, url: &str) -> String {
+    if !location.starts_with('/') {
+        return location.into();
+    }
+    let server = url.match_indices('/').nth(2).map_or(url, |(end, _)| &url[..end]);
+    format!("{server}{location}")
+}
+
+/// A refusal, and how long the server asks to wait.
+fn refused(status: u16, mut answer: Answer) -> (Failure, Option<Duration>) {
+    let header = |name: &str| answer.response.headers().get(name)?.to_str().ok().map(str::to_string);
+    let wait = header("retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs);
+    let said = header("x-error-message").or_else(|| {
+        let text = answer.response.body_mut().read_to_string().ok()?;
+        let json: serde_json::Value = serde_json::from_str(&text).ok()?;
+        json["error"].as_str().map(str::to_string)
+    });
+    (Failure::Refused(status, said.unwrap_or_default()), wait)
+}
+
+/// An error with its causes: a host that isn't found, a connection refused.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Refused(status, said) if said.is_empty() => write!(f, "the hub answered {status}"),
+            Failure::Refused(status, said) => write!(f, "the hub answered {status}: {said}"),
+            Failure::Broken(why) => f.write_str(why),
+            Failure::Busy(seconds) => write!(f, "the hub is busy and asks to wait {seconds} s"),
+        }
+    }
+}
+
+impl Failure {
+    /// How to mend it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Failure::Refused(401 | 403, _) => {
+                "The repository is private, gated or doesn't exist: check the name, accept its terms on the hub, \
+                 and set `HF_TOKEN`."
+            }
+            Failure::Refused(404, _) => "Check the name, and the revision behind `@` if there is one.",
+            Failure::Refused(429, _) | Failure::Busy(_) => {
+                "The hub asks to wait: try again later, or set `HF_TOKEN`."
+            }
+            _ => {
+                "Check the connection, or name a local folder; what is in the hub's cache works without one."
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn redirects_may_be_paths() {
+        assert_eq!(absolute("/b?c", "http://x:1/a/d"), "http://x:1/b?c");
+        assert_eq!(absolute("https://y/b", "http://x/a"), "https://y/b");
+    }
+}

@@ -1,0 +1,121 @@
+//! `check` and `sft` see the same: what the one refuses or warns of before the first step, the other does too.
+#![cfg(feature = "flex")]
+
+mod common;
+
+use common::neutral::Case;
+use common::run::{Ran, RunDir};
+
+/// Both commands with the same arguments.
+fn both(dir: &RunDir, args: &[&str]) -> [Ran; 2] {
+    ["check", "sft"].map(|command| dir.run(&[&[command, "@", "run.toml"], args].concat()))
+}
+
+#[track_caller]
+fn both_refuse(dir: &RunDir, args: &[&str], words: &[&str]) {
+    for ran in both(dir, args) {
+        assert!(ran.code.is_some_and(|code| code > 0), "{}", ran.all());
+        ran.without_panic().says(words);
+    }
+}
+
+#[test]
+fn a_folder_in_use_or_unwritable_is_refused_by_both() {
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    both_refuse(&dir, &["--seed", "7"], &["another run has saved here", "--clean-output-dir"]);
+    both_refuse(&dir, &["--ckpt.resume-step", "7", "--max-steps", "9"], &["step_7", "[1, 2]"]);
+    both_refuse(&dir, &["--output-dir", "run.toml"], &["`output_dir`", "is a file"]);
+    both_refuse(&dir, &["--output-dir", ""], &["`output_dir` is empty"]);
+    let lock = std::fs::File::open(dir.path("out/.lock")).unwrap();
+    lock.lock().unwrap();
+    both_refuse(&dir, &["--ckpt.resume-step", "-1", "--max-steps", "4"], &["another run is writing here"]);
+}
+
+#[test]
+fn a_checkpoint_that_does_not_fit_is_refused_by_both() {
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    let resume = ["--ckpt.resume-step", "-1", "--max-steps", "4"];
+    let check = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], &resume[..], args].concat());
+    check(&[]).succeeds().says(&["4 in all, 2 of them done", "ready to train"]);
+    let other = |args: &[&'static str]| [&resume[..], args].concat();
+    both_refuse(&dir, &other(&["--model.lora.rank", "8"]), &["`model.lora.rank`"]);
+    both_refuse(&dir, &other(&["--data.seed", "5"]), &["not those of the checkpoint"]);
+    let done = dir.run(&["check", "@", "run.toml", "--ckpt.resume-step", "-1"]).succeeds();
+    done.says(&["nothing to do: 2 steps are done"]);
+    std::fs::write(dir.path("out/checkpoints/step_2/trainable.safetensors"), "cut").unwrap();
+    both_refuse(&dir, &resume, &["trainable.safetensors", "truncated"]);
+}
+
+#[test]
+fn every_fault_of_models_and_data_that_headers_show_is_told_by_check() {
+    for case in Case::of_area("model").into_iter().chain(Case::of_area("data")) {
+        // A single value that isn't finite is seen when all are read.
+        if case.expected() != "error" || case.name() == "nan_weight" {
+            continue;
+        }
+        let dir = RunDir::new();
+        let [model, tokenizer, data] =
+            [("model", "_ok/model"), ("tokenizer", "_ok/model"), ("data", "_ok/train.jsonl")]
+                .map(|(part, good)| case.file(part, good).to_str().unwrap().to_string());
+        let args = ["--model.name", &model, "--tokenizer.name", &tokenizer, "--data.name", &data];
+        let ran = dir.run(&[&["check", "@", "run.toml"], &args[..]].concat());
+        assert!(ran.code.is_some_and(|code| code > 0), "{}: {}", case.name(), ran.all());
+        let missing = case.missing_from(&ran.stderr);
+        assert!(missing.is_empty(), "{} must mention {missing:?}\n{}", case.name(), ran.all());
+    }
+}
+
+#[test]
+fn warnings_are_the_same() {
+    let dir = RunDir::new();
+    let words = ["full fine-tuning without `[ckpt]`", "`data.batch_size` is 64, and all the data fill"];
+    let args = ["--model.lora", "None", "--ckpt", "None", "--data.batch-size", "64", "--max-steps", "1"];
+    let told = both(&dir, &args).map(|ran| {
+        let ran = ran.succeeds().says(&words);
+        let text = format!("{}\n{}", ran.stdout, ran.stderr);
+        let lines = text.lines().filter_map(|line| line.split_once("warning: ")).map(|(_, warning)| warning);
+        lines.map(str::to_string).collect::<Vec<_>>()
+    });
+    assert_eq!(told[0], told[1]);
+    assert_eq!(told[0].len(), 2, "{told:?}");
+}
+
+#[test]
+fn epochs_count_the_rows_that_steps_take() {
+    let dir = RunDir::new();
+    let counted = |args: &[&str]| {
+        let ran = dir.run(&[&["check", "@", "run.toml"], args].concat()).succeeds();
+        ran.stdout.lines().find(|line| line.starts_with("  steps")).unwrap().to_string()
+    };
+    // Eight short rows fill at most eight packed ones: a step of 64 goes through them several times.
+    let line = counted(&["--data.batch-size", "64", "--max-steps", "10"]);
+    assert!(line.contains("1 an epoch, 10 in all"), "{line}");
+    let epochs = line.rsplit_once('(').unwrap().1.split(' ').next().unwrap().parse::<f64>().unwrap();
+    assert!(epochs >= 80.0, "{line}");
+    let line = counted(&["--max-steps", "None", "--num-epochs", "2", "--data.batch-size", "64"]);
+    assert!(line.contains("1 in all"), "{line}");
+}
+
+#[test]
+fn more_memory_than_there_is_is_said() {
+    let dir = RunDir::new();
+    let args = ["--data.seq-len", "1000000", "--model.max-position-embeddings", "1000000"];
+    let args = [&args[..], &["--data.micro-batch-size", "4096", "--data.batch-size", "4096"]].concat();
+    let ran = dir.run(&[&["check", "@", "run.toml"], &args[..]].concat()).succeeds();
+    ran.says(&["is estimated to take", "data.micro_batch_size", "the memory may not do"]);
+}
+
+#[test]
+fn weights_that_are_not_there_are_said_and_not_needed() {
+    let dir = RunDir::new();
+    let ok = common::goldens::root().join("bad/_ok/model");
+    std::fs::create_dir(dir.path("model")).unwrap();
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(ok.join(file), dir.path("model").join(file)).unwrap();
+    }
+    let [check, sft] = both(&dir, &["--model.name", "model"]);
+    check.succeeds().says(&["`model` holds no weights", "ready to train once the weights are there"]);
+    sft.fails(1).says(&["model.safetensors"]);
+}
