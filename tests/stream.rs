@@ -19,6 +19,7 @@ use embertune::data::{Batch, ChatTokenizer, Loader, LoaderState};
 use serde_json::json;
 
 const VOCAB: usize = 288;
+const NOTHING: [PathBuf; 0] = [];
 
 fn tokenizer() -> Arc<ChatTokenizer> {
     static TOKENIZER: OnceLock<Arc<ChatTokenizer>> = OnceLock::new();
@@ -190,8 +191,8 @@ fn the_first_of_several_bad_rows_is_reported() {
         let error = load(&folder.data, Some(1)).unwrap_err().to_string();
         assert!(error.contains("rows.jsonl:1501: "), "{error}");
     }
-    assert_eq!(folder.kept("tokens"), [PathBuf::new(); 0]);
-    assert_eq!(folder.kept("unfinished"), [PathBuf::new(); 0], "a failed build leaves nothing");
+    assert_eq!(folder.kept("tokens"), NOTHING);
+    assert_eq!(folder.kept("unfinished"), NOTHING, "a failed build leaves nothing");
 }
 
 #[test]
@@ -202,7 +203,7 @@ fn kept_tokens_are_those_made_anew_with_their_report() {
     let fresh = SftDataConfig { cache: false, ..folder.data.clone() };
     let (want, report) = (batches(&fresh), load(&fresh, Some(1)).unwrap().report().clone());
     assert!(report.truncated.is_some() && report.dropped_rows() > 0, "{:?}", report.warnings());
-    assert_eq!(folder.kept("tokens"), [PathBuf::new(); 0], "`cache = false` keeps nothing");
+    assert_eq!(folder.kept("tokens"), NOTHING, "`cache = false` keeps nothing");
     assert!(batches(&folder.data) == want);
     let [kept] = &folder.kept("tokens")[..] else { panic!("one entry: {:?}", folder.kept("tokens")) };
     let first = inode(kept);
@@ -211,7 +212,7 @@ fn kept_tokens_are_those_made_anew_with_their_report() {
     assert_eq!(loader.state(), load(&fresh, Some(1)).unwrap().state());
     assert!(batches(&folder.data) == want);
     assert_eq!((folder.kept("tokens").len(), inode(kept)), (1, first), "nothing was made anew");
-    assert_eq!(folder.kept("unfinished"), [PathBuf::new(); 0]);
+    assert_eq!(folder.kept("unfinished"), NOTHING);
 }
 
 #[test]
@@ -258,11 +259,11 @@ fn damaged_tokens_are_made_anew_with_a_warning() {
     let want = batches(&folder.data);
     let kept = folder.kept("tokens").pop().unwrap();
     let whole = fs::read(&kept).unwrap();
-    let damages: [&dyn Fn(&mut Vec<u8>); 4] = [
-        &|bytes| bytes.truncate(bytes.len() / 2),
-        &|bytes| bytes.clear(),
-        &|bytes| bytes[10] ^= 4,
-        &|bytes| bytes.extend([0; 8]),
+    let damages: [fn(&mut Vec<u8>); 4] = [
+        |bytes| bytes.truncate(bytes.len() / 2),
+        |bytes| bytes.clear(),
+        |bytes| bytes[10] ^= 4,
+        |bytes| bytes.extend([0; 8]),
     ];
     for damage in damages {
         let mut bytes = whole.clone();
