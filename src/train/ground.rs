@@ -99,7 +99,7 @@ impl Ground {
 
         // ---- data ----
         go_on(config, ranks, stop)?;
-        let mut data = setup::data(config, &base, &hf, ranks, report)?;
+        let mut data = setup::data(config, &base, &hf, ranks, report, stop)?;
         if let Some(tokenizer) = data.tokenizer.as_ref().filter(|_| data.loader.report().has_chats()) {
             warn(report, untrained_chat_tokens(config, &base, tokenizer)?);
         }
