@@ -14,7 +14,8 @@ use burn::tensor::Tensor;
 use super::optim::Optimizer;
 use crate::data::Batch;
 use crate::model::{Decoder, Inputs};
-use crate::{Error, Result, ops};
+use crate::ops::{self, Clip};
+use crate::{Error, Result};
 
 /// How the forward and backward pass runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -30,8 +31,8 @@ pub struct StepOptions {
 pub struct GradSums {
     /// One per trainable parameter, flattened, in the decoder's order; empty without trained tokens.
     pub grads: Vec<Tensor<1>>,
-    /// Sum of the loss over the trained tokens.
-    pub loss: f64,
+    /// Sums of the loss over the trained tokens of each micro-batch, still on the device.
+    pub losses: Vec<Tensor<1>>,
     /// Number of trained tokens.
     pub trained_tokens: usize,
 }
@@ -66,14 +67,14 @@ pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOption
     }
     let trained_tokens = batches.iter().map(Batch::trained_tokens).sum();
     if trained_tokens == 0 {
-        return Ok(GradSums { grads: Vec::new(), loss: 0.0, trained_tokens });
+        return Ok(GradSums { grads: Vec::new(), losses, trained_tokens });
     }
     let grads = sums
         .into_iter()
         .zip(model.trainable_values())
         .map(|(grad, value)| grad.unwrap_or_else(|| value.inner().zeros_like()))
         .collect();
-    Ok(GradSums { grads, loss: sum_on_host(losses), trained_tokens })
+    Ok(GradSums { grads, losses, trained_tokens })
 }
 
 fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
@@ -196,9 +197,17 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
+    /// Sum of the loss over the trained tokens; waits for the device.
+    pub fn loss(&self) -> f64 {
+        if self.losses.is_empty() { 0.0 } else { on_host(self.losses.clone()).into_iter().sum() }
+    }
+
     /// Divides by the trained tokens, clips to `max_norm` as `torch.nn.utils.clip_grad_norm_` does
     /// (`min(1, max_norm / (norm + 1e-6))`) and updates the model; `None` and nothing changed if the
     /// step has no trained token.
+    ///
+    /// The device is waited for once. Where it can clip by itself, the update is queued before that: it
+    /// changes nothing if the norm isn't finite.
     ///
     /// # Errors
     /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
@@ -213,17 +222,36 @@ impl GradSums {
         if self.trained_tokens == 0 {
             return Ok(None);
         }
-        let tokens = self.trained_tokens as f64;
-        let loss = self.loss / tokens;
-        let squares = ops::sum_squares_of(self.grads.clone());
-        let grad_norm = sum_on_host(squares).sqrt() / tokens;
-        check(loss, grad_norm, optimizer.updates() == 0)?;
+        let (Self { grads, losses, trained_tokens }, first) = (self, optimizer.updates() == 0);
+        let tokens = trained_tokens as f64;
+        let squares = ops::sum_squares_of(grads.clone());
+        let values = || model.trainable_values().into_iter().map(Tensor::inner).collect();
+        let queued = (optimizer.clips_on_device() && ops::clips_on_device(&grads)).then(|| {
+            let clip = Clip { squares: with_losses(&squares, &losses), max_norm };
+            optimizer.update(values(), grads.clone(), lr, 1.0 / tokens, Some(&clip))
+        });
+        let read = on_host(losses.iter().chain(&squares).cloned().collect());
+        let (losses, squares) = read.split_at(losses.len());
+        let loss = losses.iter().sum::<f64>() / tokens;
+        let grad_norm = squares.iter().sum::<f64>().sqrt() / tokens;
+        if let Err(error) = check(loss, grad_norm, first) {
+            if queued.is_some() {
+                optimizer.take_back();
+            }
+            return Err(error);
+        }
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
-        let values = model.trainable_values().into_iter().map(Tensor::inner).collect();
-        let values = optimizer.update(values, self.grads, lr, clip_coef / tokens);
+        let values =
+            queued.unwrap_or_else(|| optimizer.update(values(), grads, lr, clip_coef / tokens, None));
         *model = model.clone().set_trainable(values);
         Ok(Some(Update { loss, grad_norm, clip_coef }))
     }
+}
+
+/// Σ of the squares; not finite where a loss isn't.
+fn with_losses(squares: &[Tensor<1>], losses: &[Tensor<1>]) -> Tensor<1> {
+    let all = squares.iter().cloned().chain(losses.iter().map(|loss| loss.clone().mul_scalar(0.0)));
+    all.reduce(|sum, x| sum + x).expect("there are gradients")
 }
 
 fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
@@ -242,8 +270,8 @@ fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
     Ok(())
 }
 
-/// One read-back for all of them; added in f64, in order.
-fn sum_on_host(parts: Vec<Tensor<1>>) -> f64 {
+/// One read-back for all of them.
+fn on_host(parts: Vec<Tensor<1>>) -> Vec<f64> {
     let values = Tensor::cat(parts, 0).to_data().try_to_vec::<f32>().expect("losses and norms are f32");
-    values.into_iter().map(f64::from).sum()
+    values.into_iter().map(f64::from).collect()
 }

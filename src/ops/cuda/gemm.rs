@@ -31,6 +31,11 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// A matrix without gaps.
+    pub fn dense(pointer: u64, rows: usize, columns: usize, dtype: DType) -> Self {
+        Self { pointer, rows, columns, stride: columns, dtype, transposed: false }
+    }
+
     /// The transpose, without moving anything.
     pub fn t(self) -> Self {
         Self { transposed: !self.transposed, ..self }
@@ -62,14 +67,16 @@ impl Matrix {
 /// What decides about descriptors and algorithm: the matrices without their addresses.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
-    matrices: [Matrix; 3],
-    alignments: [u32; 3],
+    /// a, b, what is added, and the output.
+    matrices: [Matrix; 4],
+    alignments: [u32; 4],
     adds: bool,
 }
 
 struct Plan {
     desc: lt::cublasLtMatmulDesc_t,
-    layouts: [lt::cublasLtMatrixLayout_t; 3],
+    /// In cuBLASLt's order: b, a, what is added, the output.
+    layouts: [lt::cublasLtMatrixLayout_t; 4],
     algorithm: lt::cublasLtMatmulAlgo_t,
 }
 
@@ -93,9 +100,9 @@ impl Products {
         }
     }
 
-    fn plan(&mut self, a: &Matrix, b: &Matrix, out: &Matrix, adds: bool) -> &Plan {
-        let alignments = [a, b, out].map(Matrix::alignment);
-        let matrices = [a, b, out].map(|m| Matrix { pointer: 0, ..*m });
+    fn plan(&mut self, [a, b, c, out]: [&Matrix; 4], adds: bool) -> &Plan {
+        let alignments = [a, b, c, out].map(Matrix::alignment);
+        let matrices = [a, b, c, out].map(|m| Matrix { pointer: 0, ..*m });
         let handle = self.handle;
         let key = Key { matrices, alignments, adds };
         self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments))
@@ -105,6 +112,16 @@ impl Products {
 impl Side<'_> {
     /// `out ← alpha · a · b + beta · out`
     pub fn product(&mut self, a: Matrix, b: Matrix, out: Matrix, alpha: f32, beta: f32) {
+        self.multiply([a, b, out, out], alpha, beta);
+    }
+
+    /// `out ← a · b + c`, with c's shape and type that of `out`.
+    pub fn product_onto(&mut self, a: Matrix, b: Matrix, c: Matrix, out: Matrix) {
+        assert_eq!((c.shape(), c.dtype), (out.shape(), out.dtype), "product onto {c:?} into {out:?}");
+        self.multiply([a, b, c, out], 1.0, 1.0);
+    }
+
+    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32) {
         let ([m, k], [k2, n]) = (a.shape(), b.shape());
         assert_eq!((k, out.shape()), (k2, [m, n]), "product of {a:?} and {b:?} into {out:?}");
         if m == 0 || n == 0 {
@@ -113,7 +130,7 @@ impl Side<'_> {
         let (workspace, stream) = (self.gpu.workspace(), self.gpu.stream());
         let products = self.products();
         let handle = products.handle;
-        let plan = products.plan(&a, &b, &out, beta != 0.0);
+        let plan = products.plan([&a, &b, &c, &out], beta != 0.0);
         let pointer = |x: &Matrix| x.pointer as *mut c_void;
         // SAFETY: the plan was made for these shapes, strides, types and alignments; the matrices
         // lie in tensors that the caller holds; the workspace belongs to this stream alone.
@@ -127,10 +144,10 @@ impl Side<'_> {
                 pointer(&a),
                 plan.layouts[1],
                 (&raw const beta).cast(),
-                pointer(&out),
+                pointer(&c),
                 plan.layouts[2],
                 pointer(&out),
-                plan.layouts[2],
+                plan.layouts[3],
                 &plan.algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
@@ -138,14 +155,15 @@ impl Side<'_> {
             )
         };
         must(status, "product", &[a, b, out]);
+        self.mark(|| Some(format!("product {m} × {n} × {k}")));
     }
 }
 
 /// cuBLASLt counts columns first, so it is told `outᵀ = bᵀ · aᵀ`: a row-major matrix is its own
 /// transpose, column by column.
-fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 3], alignments: [u32; 3]) -> Plan {
-    let [a, b, out] = matrices;
-    let order = [b, a, out];
+fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 4], alignments: [u32; 4]) -> Plan {
+    let [a, b, c, out] = matrices;
+    let order = [b, a, c, out];
     let mut desc = null_mut();
     // CUBLAS_OP_N is 0 and CUBLAS_OP_T is 1.
     let (on_b, on_a) = (i32::from(b.transposed), i32::from(a.transposed));
@@ -166,7 +184,8 @@ fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 3], alignments: [u
         }
     }
     let layouts = order.map(|x| layout(&x));
-    let algorithm = algorithm(handle, desc, &layouts, [alignments[1], alignments[0], alignments[2]], &order);
+    let alignments = [alignments[1], alignments[0], alignments[2], alignments[3]];
+    let algorithm = algorithm(handle, desc, &layouts, alignments, &order);
     Plan { desc, layouts, algorithm }
 }
 
@@ -187,13 +206,13 @@ fn layout(x: &Matrix) -> lt::cublasLtMatrixLayout_t {
 fn algorithm(
     handle: lt::cublasLtHandle_t,
     desc: lt::cublasLtMatmulDesc_t,
-    layouts: &[lt::cublasLtMatrixLayout_t; 3],
-    alignments: [u32; 3],
+    layouts: &[lt::cublasLtMatrixLayout_t; 4],
+    alignments: [u32; 4],
     matrices: &[Matrix],
 ) -> lt::cublasLtMatmulAlgo_t {
     let mut preference = null_mut();
     let mut found = 0;
-    let [a, b, out] = *layouts;
+    let [a, b, c, out] = *layouts;
     // SAFETY: a heuristic result is plain numbers, for which zeros are valid.
     let mut result: lt::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
     // SAFETY: each call gets a place for its result or a value of the size that it is told.
@@ -212,7 +231,7 @@ fn algorithm(
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignments[0]),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignments[1]),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignments[2]),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[2]),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[3]),
         ] {
             let value_pointer = (&raw const value).cast();
             let status = lt::cublasLtMatmulPreferenceSetAttribute(preference, attribute, value_pointer, 4);
@@ -223,7 +242,7 @@ fn algorithm(
             desc,
             a,
             b,
-            out,
+            c,
             out,
             preference,
             1,

@@ -37,6 +37,10 @@ pub enum Files {
     Optimizer,
     /// Sums of partial results.
     Small,
+    /// Adapters into their places beside stacked weights.
+    Adapters,
+    /// The embedding's gradient.
+    Embedding,
 }
 
 /// A module: files and what they are compiled with.
@@ -79,6 +83,8 @@ impl Module {
             Files::Rows => &[common, elements, include_str!("rows.cu")],
             Files::Optimizer => &[common, elements, include_str!("optimizer.cu")],
             Files::Small => &[common, elements, include_str!("small.cu")],
+            Files::Adapters => &[common, elements, include_str!("adapters.cu")],
+            Files::Embedding => &[common, elements, include_str!("embedding.cu")],
         };
         parts.join("\n")
     }
@@ -94,7 +100,7 @@ impl Module {
             Files::Norm => vec![format!("DIM={size}")],
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],
-            Files::Rows | Files::Optimizer | Files::Small => Vec::new(),
+            Files::Rows | Files::Optimizer | Files::Small | Files::Adapters | Files::Embedding => Vec::new(),
         };
         if self.float32 {
             defines.push("FLOAT32".into());
@@ -115,7 +121,7 @@ pub fn attention_stages(shared_memory: usize) -> usize {
 pub const CE_THREADS: usize = 1024;
 
 /// A kernel's argument.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum Arg {
     /// An address; 0 for null.
     Pointer(u64),
@@ -127,6 +133,8 @@ pub enum Arg {
     Map(cu::CUtensorMap),
     /// A structure of eight floats, by value.
     Floats([f32; 8]),
+    /// A structure of whole 8 bytes, by value.
+    Words(Vec<u64>),
 }
 
 impl Arg {
@@ -137,6 +145,7 @@ impl Arg {
             Arg::Float(x) => (&raw const *x).cast_mut().cast(),
             Arg::Map(x) => (&raw const *x).cast_mut().cast(),
             Arg::Floats(x) => (&raw const *x).cast_mut().cast(),
+            Arg::Words(x) => x.as_ptr().cast_mut().cast(),
         }
     }
 }
@@ -222,6 +231,7 @@ impl Side<'_> {
             )
         };
         must(result, name);
+        self.mark(|| Some(name.into()));
     }
 
     fn function(&mut self, module: Module, name: &'static str, shared: usize) -> cu::CUfunction {

@@ -11,12 +11,20 @@
 pub mod attention;
 mod driver;
 pub mod elements;
+pub mod embedding;
 mod gemm;
 mod kernels;
+mod launches;
+pub mod layer;
 pub mod loss;
+mod memory;
 pub mod optim;
 pub mod products;
 pub mod tensor;
+pub mod trace;
 mod work;
 
 pub use driver::{Gpu, Unusable, count};
+
+/// How the message of a panic for want of memory begins.
+pub const OUT_OF_MEMORY: &str = "the card has too little memory";

@@ -1,0 +1,201 @@
+//! The forward pass of the layer op, and what it keeps.
+
+use std::sync::Arc;
+
+use burn::backend::{Cube, TensorMetadata};
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+
+use super::super::attention::Layout as Attention;
+use super::super::driver::Side;
+use super::super::gemm::Matrix;
+use super::super::launches::Rotation;
+use super::super::memory::{Block, Layout};
+use super::super::tensor::{dense, empty_rows, gpu, known_matrix, pointer};
+use super::group::{DTYPE, Group, Weights};
+use super::operands::{self, GROUPS, NORMS, Operands, PROJECTIONS, SIZES, X};
+use super::packed::Packed;
+use crate::ops::{DecoderLayer, Documents, Kept, Rope};
+
+/// Places among the groups: q, k, v; o; gate, up; down.
+pub(super) const QKV: usize = 0;
+pub(super) const O: usize = 1;
+pub(super) const GATE_UP: usize = 2;
+pub(super) const DOWN: usize = 3;
+
+/// A call of the layer op.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub operands: Operands,
+    pub groups: [Group; GROUPS],
+    pub attention: Attention,
+    pub head_dim: usize,
+    pub eps: f32,
+    pub tokens: usize,
+    /// Hidden size.
+    pub e: usize,
+    kept: Kept,
+    /// Holds the tables' memory.
+    tables: [CubeTensor; 2],
+}
+
+/// What the backward pass needs.
+#[derive(Debug)]
+pub(super) struct Saved {
+    pub call: Call,
+    pub packed: Option<Arc<Packed>>,
+    pub activations: Activations,
+    _block: Block,
+}
+
+/// Activations that are kept.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Activations {
+    /// `[t, q + 2 kv]`, before norms and rotation.
+    pub qkv: Matrix,
+    /// `[t, q]`, with spare columns for o's adapters.
+    pub att: Matrix,
+    /// f32 `[h, t]`
+    pub lse: Matrix,
+    /// `[t, e]`, x with attention's output added.
+    pub middle: Matrix,
+    /// `[t, 2 f]`
+    pub gate_up: Matrix,
+}
+
+impl Call {
+    pub fn new(operands: Operands, layer: &DecoderLayer, rope: &Rope, documents: &Documents) -> Self {
+        let groups = operands::groups(layer);
+        let x = operands.tensor(X).clone();
+        let (tokens, e, d) = (x.shape()[0], x.shape()[1], layer.head_dim);
+        let heads = groups[QKV].outs[0] / d;
+        let scale = (d as f64).powf(-0.5) as f32;
+        let key_heads = groups[QKV].outs[1] / d;
+        let attention = Attention::new(&x, [heads, d], key_heads, documents.cu_seqlens.clone(), scale);
+        let table = |x: &burn::tensor::Tensor<2>| {
+            dense(x.clone().inner().try_into_primitive::<Cube>().expect("on the card of x"))
+        };
+        Self {
+            operands,
+            groups,
+            attention,
+            head_dim: d,
+            eps: layer.eps as f32,
+            tokens,
+            e,
+            kept: layer.kept.clone(),
+            tables: [table(&rope.cos), table(&rope.sin)],
+        }
+    }
+
+    /// MLP size.
+    pub fn f(&self) -> usize {
+        self.groups[DOWN].input
+    }
+
+    /// A tensor like x, with room between its rows for the columns that the layer below puts beside a gradient.
+    pub fn hidden(&self, like: &CubeTensor) -> CubeTensor {
+        empty_rows(like, self.tokens, self.e, self.e + self.groups[DOWN].spare(), like.dtype)
+    }
+
+    /// A matrix of a row a token.
+    pub fn rows(&self, layout: &mut Layout, columns: usize, spare: usize) -> super::super::memory::Place {
+        layout.matrix(self.tokens, columns, columns + spare, DTYPE)
+    }
+
+    pub fn rotation(&self) -> Rotation {
+        let [q, k] = [NORMS[2], NORMS[3]].map(|place| self.operands.maybe_at(place));
+        let [cos, sin] = self.tables.each_ref().map(known_matrix);
+        let heads = [0, 1].map(|n| self.groups[QKV].outs[n] / self.head_dim);
+        let norms = q.zip(k).map(|(q, k)| [q, k]);
+        Rotation { norms, cos, sin, heads, size: self.head_dim, eps: self.eps }
+    }
+
+    /// The columns of q, k and v.
+    pub fn heads_of(&self, qkv: Matrix) -> [Matrix; 3] {
+        [0, 1, 2].map(|n| self.groups[QKV].out_of(n, qkv))
+    }
+
+    /// The weights of each group, with this call's adapters in place.
+    pub fn weights(&self, side: &mut Side<'_>, packed: Option<&Packed>) -> [Weights; GROUPS] {
+        if let Some(packed) = packed {
+            return packed.fill(side, &self.operands, &self.groups);
+        }
+        let mut first = 0;
+        SIZES.map(|n| {
+            let matrices = (first..first + n).map(|j| self.operands.weight_at(j)).collect();
+            first += n;
+            Weights::Apart(matrices)
+        })
+    }
+
+    /// The output, and what the backward pass needs if that is wanted.
+    pub fn forward(self, save: bool) -> (CubeTensor, Option<Saved>) {
+        debug_assert_eq!(SIZES.iter().sum::<usize>(), PROJECTIONS);
+        let x = self.operands.tensor(X);
+        let out = empty_rows(x, self.tokens, self.e, self.e, x.dtype);
+        // This look-up waits for what was launched before.
+        let y = Matrix { pointer: pointer(&out), ..known_matrix(&out) };
+        let gpu = gpu(x);
+        let saved = gpu.enter(|side| {
+            let adapted = self.operands.adapted();
+            let packed = adapted.then(|| self.kept.cuda.packed(side, &self.operands, &self.groups));
+            let weights = self.weights(side, packed.as_deref());
+            let (block, activations) = self.activations(side);
+            self.attend(side, &weights, &activations);
+            self.mlp(side, &weights, &activations, y);
+            (packed, activations, block)
+        });
+        let (packed, activations, block) = saved;
+        let saved = save.then(|| Saved { call: self, packed, activations, _block: block });
+        (out, saved)
+    }
+
+    fn activations(&self, side: &Side<'_>) -> (Block, Activations) {
+        let mut layout = Layout::default();
+        let [qkv, o, gate_up, _] = &self.groups;
+        let heads = qkv.outs[0] / self.head_dim;
+        let places = [
+            self.rows(&mut layout, qkv.out(), 0),
+            self.rows(&mut layout, o.input, o.spare()),
+            layout.dense(heads, self.tokens, DType::F32),
+            self.rows(&mut layout, self.e, 0),
+            self.rows(&mut layout, gate_up.out(), 0),
+        ];
+        let block = layout.block(side);
+        let [qkv, att, lse, middle, gate_up] = places.map(|place| block.at(place));
+        (block, Activations { qkv, att, lse, middle, gate_up })
+    }
+
+    /// From x to the sum after attention.
+    fn attend(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
+        let [qkv, o, ..] = &self.groups;
+        let x = self.operands.at(X);
+        let mut layout = Layout::default();
+        let normed = self.rows(&mut layout, self.e, qkv.spare());
+        let [q, k] = [qkv.outs[0], qkv.outs[1]].map(|columns| self.rows(&mut layout, columns, 0));
+        let block = layout.block(side);
+        let [normed, q, k] = [normed, q, k].map(|place| block.at(place));
+        side.norm(x, self.operands.at(NORMS[0]), normed, self.eps);
+        qkv.forward(side, &weights[QKV], normed, to.qkv, None);
+        side.rotate(to.qkv, q, k, &self.rotation());
+        let [_, _, v] = self.heads_of(to.qkv);
+        self.attention.forward(side, [q, k, v], to.att, to.lse.pointer);
+        o.forward(side, &weights[O], to.att, to.middle, Some(x));
+    }
+
+    /// From the sum after attention to the output.
+    fn mlp(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], from: &Activations, out: Matrix) {
+        let [_, _, gate_up, down] = &self.groups;
+        let mut layout = Layout::default();
+        let normed = self.rows(&mut layout, self.e, gate_up.spare());
+        let act = self.rows(&mut layout, self.f(), down.spare());
+        let block = layout.block(side);
+        let [normed, act] = [normed, act].map(|place| block.at(place));
+        side.norm(from.middle, self.operands.at(NORMS[1]), normed, self.eps);
+        gate_up.forward(side, &weights[GATE_UP], normed, from.gate_up, None);
+        let [gate, up] = [0, 1].map(|n| gate_up.out_of(n, from.gate_up));
+        side.swiglu(gate, up, act);
+        down.forward(side, &weights[DOWN], act, out, Some(from.middle));
+    }
+}
