@@ -14,6 +14,7 @@ use crate::report::{Both, Event, LineFormat, Plain, Report, RunInfo, StepMetrics
 use crate::{Error, Result, SftLearner, StopFlag, Summary, export, hub, train};
 
 mod again;
+mod bench;
 mod preview;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -37,6 +38,12 @@ enum Command {
     /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
     Check {
         /// As for `sft`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Find out how fast `sft` would be: `bench @ run.toml`. Nothing is saved.
+    Bench {
+        /// As for `sft`; and `--steps N` (10), `--warmup N` (3), `--json FILE`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -73,6 +80,7 @@ pub fn run() -> u8 {
         }
         Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
+        Command::Bench { args } => bench::bench(&args),
         Command::Preview { args } => preview::preview(&args),
         Command::Merge { base, adapter, out, dtype } => merge(&base, &adapter, &out, dtype.as_deref()),
     };

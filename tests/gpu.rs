@@ -11,6 +11,8 @@ use embertune::ops::{self, AdamW, Documents, LoraPart, Rope, cuda, plain};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+#[path = "gpu/curve.rs"]
+mod curve;
 #[path = "gpu/layer.rs"]
 mod layer;
 #[path = "gpu/speed.rs"]

@@ -11,7 +11,7 @@ use crate::data::DataReport;
 use crate::device::{Selected, compute_dtype};
 use crate::model::{HfConfig, Load, LoraSpec, Memory, Sizes, sizes};
 use crate::report::{Event, Report, RunInfo, StepMetrics, Summary, gib, thousands};
-use crate::{Result, hub};
+use crate::{Error, Result, hub};
 
 /// What [`check`] found.
 #[derive(Debug, Clone)]
@@ -60,7 +60,7 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
             selected.name,
             format!("{dtype:?}").to_lowercase()
         ),
-        memory: Memory::estimate(&hf, sizes.counts, load(config, &plan, dtype)),
+        memory: Memory::estimate(&hf, sizes.counts, load(config, &plan, &selected, dtype)),
         sizes,
         steps: setup::last_step(config, &data.loader, 0),
         data: report,
@@ -70,8 +70,10 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
     })
 }
 
-fn load(config: &SftConfig, plan: &Plan, dtype: DType) -> Load {
+fn load(config: &SftConfig, plan: &Plan, selected: &Selected, dtype: DType) -> Load {
+    let on_card = selected.name.starts_with("cuda");
     let full_in_half = config.model.lora.is_none() && config.model.optimization_dtype == "bfloat16";
+    let fused = on_card && dtype == DType::BF16;
     Load {
         tokens: plan.rows_per_micro_batch * plan.seq_len,
         compute_bytes: dtype.size(),
@@ -82,13 +84,72 @@ fn load(config: &SftConfig, plan: &Plan, dtype: DType) -> Load {
             OptimKind::SignSgd => 0,
         },
         recompute: config.model.ac.as_ref().map(|ac| ac.freq),
+        fused: fused.then_some(config.model.lora.is_some()),
     }
 }
 
-/// The machine's free memory, where that is what the device has (Linux's `/proc/meminfo`).
+/// Refuses a run that can't fit a CUDA card, by the estimate.
+///
+/// # Errors
+/// The estimate, what is free, and the largest micro-batch that fits.
+pub(super) fn refuse_too_large(
+    config: &SftConfig,
+    plan: &Plan,
+    selected: &Selected,
+    hf: &HfConfig,
+) -> Result<()> {
+    let Some(free) = free_on_card(selected) else { return Ok(()) };
+    let dtype = compute_dtype(selected, &config.model.dtype)?;
+    let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
+    let counts = sizes(hf, spec.as_ref(), &selected.device)?.counts;
+    let estimate = |rows: usize| {
+        let load = Load { tokens: rows * plan.seq_len, ..load(config, plan, selected, dtype) };
+        Memory::estimate(hf, counts, load).total()
+    };
+    match too_large(plan.rows_per_micro_batch, free, estimate) {
+        None => Ok(()),
+        Some(hint) => Err(Error::device(
+            format!(
+                "`{}` has {:.1} GiB free, and the run needs about {:.1} GiB",
+                selected.name,
+                gib(free),
+                gib(estimate(plan.rows_per_micro_batch))
+            ),
+            hint,
+        )),
+    }
+}
+
+/// What to do where micro-batches of `rows` don't fit into `free` bytes.
+fn too_large(rows: usize, free: u64, estimate: impl Fn(usize) -> u64) -> Option<String> {
+    if estimate(rows) <= free {
+        return None;
+    }
+    let fits = (1..rows).rev().find(|&rows| estimate(rows) <= free);
+    Some(match fits {
+        Some(rows) => format!("`data.micro_batch_size = {rows}` is the largest that fits"),
+        None => {
+            "not even one row fits: lower `data.seq_len`, switch `[model.ac]` on, or take a smaller model"
+                .into()
+        }
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn free_on_card(selected: &Selected) -> Option<u64> {
+    crate::ops::cuda::free_bytes(&selected.device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_on_card(_: &Selected) -> Option<u64> {
+    None
+}
+
+/// What is free now on the card, or of the machine's memory where that is what the device has (Linux's
+/// `/proc/meminfo`).
 fn free_bytes(selected: &Selected) -> Option<u64> {
     if selected.name != "flex" {
-        return None;
+        return free_on_card(selected);
     }
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -203,4 +264,17 @@ impl Report for Warnings {
     }
 
     fn finish(&mut self, _: &Summary) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::too_large;
+
+    #[test]
+    fn the_largest_micro_batch_that_fits_is_named() {
+        let estimate = |rows: usize| 10 + 4 * rows as u64;
+        assert_eq!(too_large(5, 30, estimate), None);
+        assert!(too_large(8, 30, estimate).unwrap().contains("`data.micro_batch_size = 5`"));
+        assert!(too_large(2, 13, estimate).unwrap().contains("not even one row"));
+    }
 }

@@ -45,8 +45,9 @@ pub(super) fn model(
     report: &mut dyn Report,
 ) -> Result<Loaded> {
     let base = hub::model_dir(&config.model.name)?;
-    let limit = HfConfig::load(&base)?.max_position_embeddings;
-    if let Some(warning) = plan.check_positions(limit)? {
+    let hf = HfConfig::load(&base)?;
+    super::check::refuse_too_large(config, plan, selected, &hf)?;
+    if let Some(warning) = plan.check_positions(hf.max_position_embeddings)? {
         report.event(&Event::Warning(warning));
     }
     let dtype = compute_dtype(selected, &config.model.dtype)?;

@@ -22,10 +22,12 @@ use super::optim::Optimizer;
 use super::resume::{self, Begun};
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
-use super::step::{StepOptions, forward_backward};
+use super::skipped::{self, Skipped};
+use super::step::{StepOptions, Update, forward_backward};
 use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
 use crate::data::Batch;
+use crate::device::device_bytes;
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
@@ -103,6 +105,7 @@ struct Run<'a> {
     schedule_step: usize,
     max_steps: usize,
     options: StepOptions,
+    skipped: Skipped,
     speed: setup::Speed,
     keys: resume::Keys,
     progress: Progress,
@@ -167,11 +170,12 @@ impl<'a> Run<'a> {
         }
         let speed = setup::Speed::new(&selected, &model);
         let options = setup::step_options(config);
+        let skipped = Skipped::new(config.optim.max_skipped);
         let summary = Summary { base, steps: begun.progress.step, ..Summary::default() };
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            config, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            config, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, skipped, speed, keys,
             progress, metrics, summary, started,
         };
         Ok(run)
@@ -214,6 +218,7 @@ impl<'a> Run<'a> {
                 .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm)
                 .map_err(|e| self.at_step(step, e))?;
             time.optimizer = clock.elapsed().as_secs_f64();
+            let stopped = self.check_finite(step, update.as_ref(), &batches, report).err();
 
             // ---- count ----
             let tokens: usize = batches.iter().map(Batch::tokens).sum();
@@ -242,21 +247,45 @@ impl<'a> Run<'a> {
                 total_rows: self.progress.rows,
                 mfu: self.speed.mfu(&batches, time.step()),
                 peak_bytes: peak_process_bytes(),
-                device_bytes: self.model.device().memory_pool_usage().map(|m| m.bytes_reserved),
+                device_bytes: device_bytes(&self.model.device()),
                 time,
                 val_loss,
-                skipped: update.is_none(),
+                skipped: !update.is_some_and(|update| update.applied),
             };
             self.note_losses(&metrics);
             report.step(&metrics);
             self.metrics.append(&metrics.to_json())?;
 
             // ---- save ----
+            if let Some(error) = stopped {
+                self.save(report)?;
+                return Err(self.at_step(step, error));
+            }
             let clock = Instant::now();
             if self.save_is_due() {
                 self.save(report)?;
             }
             save_seconds = clock.elapsed().as_secs_f64();
+        }
+        Ok(())
+    }
+
+    /// Tells of a step that was skipped because it isn't finite; an error after too many of them.
+    fn check_finite(
+        &mut self,
+        step: usize,
+        update: Option<&Update>,
+        batches: &[Batch],
+        report: &mut dyn Report,
+    ) -> Result<()> {
+        match update {
+            Some(Update { loss, grad_norm, applied: false, .. }) => {
+                let seq_len = self.config.data.seq_len();
+                let what = skipped::describe(&self.model, batches, seq_len, [*loss, *grad_norm])?;
+                report.event(&Event::Warning(self.skipped.note(step, &what)?));
+            }
+            Some(_) => self.skipped.reset(),
+            None => {}
         }
         Ok(())
     }

@@ -9,6 +9,8 @@
 //! only what enters each recomputed layer, and the backward pass runs the layer again, with the
 //! gradient of its output, on a tape of its own. The numbers are the same, bit for bit.
 
+use std::time::Instant;
+
 use burn::tensor::Tensor;
 
 use super::optim::Optimizer;
@@ -46,6 +48,10 @@ pub struct Update {
     pub grad_norm: f64,
     /// What the gradient was multiplied by because of `max_norm`.
     pub clip_coef: f64,
+    /// Whether anything was updated: not where loss or norm isn't finite.
+    pub applied: bool,
+    /// Seconds that the host waited for the device.
+    pub waited: f64,
 }
 
 /// Runs the micro-batches and sums up.
@@ -210,8 +216,7 @@ impl GradSums {
     /// changes nothing if the norm isn't finite.
     ///
     /// # Errors
-    /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
-    /// parameter): nothing is updated then.
+    /// A norm of 0 in the first update: no gradient reached a parameter.
     pub fn update(
         self,
         model: &mut Decoder,
@@ -230,21 +235,31 @@ impl GradSums {
             let clip = Clip { squares: with_losses(&squares, &losses), max_norm };
             optimizer.update(values(), grads.clone(), lr, 1.0 / tokens, Some(&clip))
         });
+        let clock = Instant::now();
         let read = on_host(losses.iter().chain(&squares).cloned().collect());
+        let waited = clock.elapsed().as_secs_f64();
         let (losses, squares) = read.split_at(losses.len());
         let loss = losses.iter().sum::<f64>() / tokens;
         let grad_norm = squares.iter().sum::<f64>().sqrt() / tokens;
-        if let Err(error) = check(loss, grad_norm, first) {
+        let applied = loss.is_finite() && grad_norm.is_finite();
+        let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
+        let update = Update { loss, grad_norm, clip_coef, applied, waited };
+        if !applied {
             if queued.is_some() {
                 optimizer.take_back();
             }
-            return Err(error);
+            return Ok(Some(update));
         }
-        let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
+        if first && grad_norm == 0.0 {
+            return Err(Error::train(
+                "the gradient norm is 0: no gradient reached a trainable parameter",
+                "look at `model.lora.target_modules`",
+            ));
+        }
         let values =
             queued.unwrap_or_else(|| optimizer.update(values(), grads, lr, clip_coef / tokens, None));
         *model = model.clone().set_trainable(values);
-        Ok(Some(Update { loss, grad_norm, clip_coef }))
+        Ok(Some(update))
     }
 }
 
@@ -252,22 +267,6 @@ impl GradSums {
 fn with_losses(squares: &[Tensor<1>], losses: &[Tensor<1>]) -> Tensor<1> {
     let all = squares.iter().cloned().chain(losses.iter().map(|loss| loss.clone().mul_scalar(0.0)));
     all.reduce(|sum, x| sum + x).expect("there are gradients")
-}
-
-fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
-    if !loss.is_finite() || !grad_norm.is_finite() {
-        return Err(Error::train(
-            format!("the loss is {loss} and the gradient norm {grad_norm}: not finite, nothing was updated"),
-            "lower `optim.lr`, or look for a broken row with `log.log_data = true`",
-        ));
-    }
-    if first && grad_norm == 0.0 {
-        return Err(Error::train(
-            "the gradient norm is 0: no gradient reached a trainable parameter",
-            "look at `model.lora.target_modules`",
-        ));
-    }
-    Ok(())
 }
 
 /// One read-back for all of them.

@@ -4,8 +4,25 @@ use embertune::ops::cuda::Gpu;
 use embertune::ops::cuda::trace::{self, Launches};
 use embertune::report::Plain;
 use embertune::train::SftLearner;
+use embertune::train::bench::{Amount, bench as measure};
 
 use super::card;
+
+/// `embertune bench` of each of the configurations in `EMBERTUNE_BENCH`, separated by `;`.
+#[test]
+#[ignore = "measures the configurations in EMBERTUNE_BENCH"]
+fn bench() {
+    let Some(_) = card() else { return };
+    let arguments = std::env::var("EMBERTUNE_BENCH").expect("EMBERTUNE_BENCH holds the arguments of `bench`");
+    for arguments in arguments.split(';') {
+        let arguments: Vec<String> = arguments.split_whitespace().map(String::from).collect();
+        let loaded = embertune::config::load(&arguments).unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
+        let amount = Amount { warmup: 3, steps: 9 };
+        let found = measure(&loaded.config, amount, &mut Plain::stderr());
+        let found = found.unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
+        eprintln!("BENCH {} {}", arguments.join(" "), found.to_json());
+    }
+}
 
 #[test]
 #[ignore = "trains with the arguments in EMBERTUNE_SPEED"]

@@ -123,7 +123,7 @@ impl Gpu {
             });
         }
         let shared = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let products = Products::new()?;
+        let products = Products::new((major * 10 + minor) as u32)?;
         let pool = super::memory::pool(index)?;
         Ok(Gpu {
             context,

@@ -8,10 +8,25 @@ use std::ptr::null_mut;
 use burn::tensor::DType;
 use cudarc::cublaslt::sys::{
     self as lt, cublasLtMatmulDescAttributes_t as Desc, cublasLtMatmulPreferenceAttributes_t as Preference,
-    cublasStatus_t as Status,
+    cublasLtMatmulTile_t as Tile, cublasStatus_t as Status,
 };
 
 use super::driver::{Side, Unusable, WORKSPACE};
+
+/// How many of cuBLASLt's choices are looked at.
+const CHOICES: usize = 8;
+/// Elements of an output from which on the tile matters.
+const LARGE: usize = 1 << 22;
+/// Summands from which on cuBLASLt's first choice is taken.
+const LONG: usize = 1 << 14;
+/// Tiles that were faster on an H200 than cuBLASLt's first choice, by up to 15 %, best first: they leave room for the
+/// next tile's loads beside the stores of the last one's results (`tools/cuda/products.py`). The choice depends on
+/// nothing but the shapes, so that a product's bits do.
+const PREFERRED: [Tile; 3] = [
+    Tile::CUBLASLT_MATMUL_TILE_128x160,
+    Tile::CUBLASLT_MATMUL_TILE_176x128,
+    Tile::CUBLASLT_MATMUL_TILE_168x128,
+];
 
 /// A row-major matrix on the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -83,16 +98,18 @@ struct Plan {
 /// cuBLASLt's handle and the prepared products.
 pub struct Products {
     handle: lt::cublasLtHandle_t,
+    /// The card's, as in [`super::driver::Gpu`].
+    capability: u32,
     plans: HashMap<Key, Plan>,
 }
 
 impl Products {
     /// Opens cuBLASLt on the current context.
-    pub fn new() -> Result<Self, Unusable> {
+    pub fn new(capability: u32) -> Result<Self, Unusable> {
         let mut handle = null_mut();
         // SAFETY: the library was found, and the call gets a place for its result.
         match unsafe { lt::cublasLtCreate(&mut handle) } {
-            Status::CUBLAS_STATUS_SUCCESS => Ok(Self { handle, plans: HashMap::new() }),
+            Status::CUBLAS_STATUS_SUCCESS => Ok(Self { handle, capability, plans: HashMap::new() }),
             status => Err(Unusable {
                 problem: format!("cuBLASLt doesn't start: {status:?}"),
                 hint: "install CUDA's runtime libraries in a version that the driver supports",
@@ -103,9 +120,9 @@ impl Products {
     fn plan(&mut self, [a, b, c, out]: [&Matrix; 4], adds: bool) -> &Plan {
         let alignments = [a, b, c, out].map(Matrix::alignment);
         let matrices = [a, b, c, out].map(|m| Matrix { pointer: 0, ..*m });
-        let handle = self.handle;
+        let (handle, capability) = (self.handle, self.capability);
         let key = Key { matrices, alignments, adds };
-        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments))
+        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments, capability))
     }
 }
 
@@ -161,7 +178,12 @@ impl Side<'_> {
 
 /// cuBLASLt counts columns first, so it is told `outᵀ = bᵀ · aᵀ`: a row-major matrix is its own
 /// transpose, column by column.
-fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 4], alignments: [u32; 4]) -> Plan {
+fn make_plan(
+    handle: lt::cublasLtHandle_t,
+    matrices: [Matrix; 4],
+    alignments: [u32; 4],
+    capability: u32,
+) -> Plan {
     let [a, b, c, out] = matrices;
     let order = [b, a, c, out];
     let mut desc = null_mut();
@@ -185,7 +207,7 @@ fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 4], alignments: [u
     }
     let layouts = order.map(|x| layout(&x));
     let alignments = [alignments[1], alignments[0], alignments[2], alignments[3]];
-    let algorithm = algorithm(handle, desc, &layouts, alignments, &order);
+    let algorithm = algorithm(handle, desc, &layouts, alignments, &order, capability);
     Plan { desc, layouts, algorithm }
 }
 
@@ -208,13 +230,14 @@ fn algorithm(
     desc: lt::cublasLtMatmulDesc_t,
     layouts: &[lt::cublasLtMatrixLayout_t; 4],
     alignments: [u32; 4],
-    matrices: &[Matrix],
+    matrices: &[Matrix; 4],
+    capability: u32,
 ) -> lt::cublasLtMatmulAlgo_t {
     let mut preference = null_mut();
     let mut found = 0;
     let [a, b, c, out] = *layouts;
-    // SAFETY: a heuristic result is plain numbers, for which zeros are valid.
-    let mut result: lt::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+    // SAFETY: heuristic results are plain numbers, for which zeros are valid.
+    let mut results: [lt::cublasLtMatmulHeuristicResult_t; CHOICES] = unsafe { std::mem::zeroed() };
     // SAFETY: each call gets a place for its result or a value of the size that it is told.
     unsafe {
         must(lt::cublasLtMatmulPreferenceCreate(&mut preference), "preference", matrices);
@@ -245,15 +268,45 @@ fn algorithm(
             c,
             out,
             preference,
-            1,
-            &mut result,
+            CHOICES as i32,
+            results.as_mut_ptr(),
             &mut found,
         );
         must(status, "algorithm", matrices);
         must(lt::cublasLtMatmulPreferenceDestroy(preference), "preference", matrices);
     }
-    assert!(found == 1, "cuBLASLt knows no way for the product of {matrices:?}");
-    result.algo
+    assert!(found > 0, "cuBLASLt knows no way for the product of {matrices:?}");
+    let choices = &results[..found as usize];
+    let out = &matrices[3];
+    let inner = matrices[1].shape()[1];
+    let large = out.dtype == DType::BF16 && out.rows * out.columns >= LARGE && inner <= LONG;
+    let preferred = PREFERRED.iter().filter(|_| large && capability == 90);
+    preferred
+        .flat_map(|&tile| choices.iter().find(|choice| config(&choice.algo, Config::Tile) == tile as u32))
+        .find(|choice| config(&choice.algo, Config::Splits) <= 1)
+        .unwrap_or(&choices[0])
+        .algo
+}
+
+/// An algorithm's settings that are looked at.
+#[derive(Debug, Clone, Copy)]
+enum Config {
+    Tile,
+    Splits,
+}
+
+fn config(algo: &lt::cublasLtMatmulAlgo_t, which: Config) -> u32 {
+    use lt::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+    let attribute = match which {
+        Config::Tile => Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID,
+        Config::Splits => Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
+    };
+    let (mut value, mut written) = (0u32, 0);
+    // SAFETY: both settings have 32 bits, and the call gets places for them and for the size.
+    let status = unsafe {
+        lt::cublasLtMatmulAlgoConfigGetAttribute(algo, attribute, (&raw mut value).cast(), 4, &mut written)
+    };
+    if status == Status::CUBLAS_STATUS_SUCCESS { value } else { 0 }
 }
 
 fn must(status: Status, what: &str, matrices: &[Matrix]) {

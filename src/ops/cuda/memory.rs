@@ -9,6 +9,7 @@ use cudarc::driver::sys::{self as cu, CUresult};
 
 use super::driver::{Gpu, Side, Unusable, must, ok};
 use super::gemm::Matrix;
+use super::kernels::{Arg, Files, Grid, Module};
 
 /// Places in a block start at multiples of this.
 const ALIGNMENT: usize = 256;
@@ -162,6 +163,12 @@ impl Side<'_> {
             return;
         }
         let size = from.dtype.size();
+        let of_eight = |x: &Matrix| {
+            x.pointer.is_multiple_of(16) && x.stride.is_multiple_of(8) && x.columns.is_multiple_of(8)
+        };
+        if from.dtype == DType::BF16 && of_eight(&from) && of_eight(&to) {
+            return self.copy_rows(from, to);
+        }
         let on_card = cu::CUmemorytype::CU_MEMORYTYPE_DEVICE;
         let copy = cu::CUDA_MEMCPY2D {
             srcXInBytes: 0,
@@ -184,6 +191,14 @@ impl Side<'_> {
         // SAFETY: both matrices lie in memory that the caller holds.
         must(unsafe { cu::cuMemcpy2DAsync_v2(&copy, self.gpu.stream()) }, "copying a matrix");
         self.mark(|| Some("copy".into()));
+    }
+
+    /// By a kernel: the copy engine is slow where rows are short.
+    fn copy_rows(&mut self, from: Matrix, to: Matrix) {
+        let mut arguments = [from.pointer, to.pointer].map(Arg::from).to_vec();
+        arguments.extend([from.stride, to.stride, from.rows, from.columns].map(Arg::from));
+        let grid = Grid::new((from.rows * from.columns).div_ceil(2048), 256);
+        self.launch(Module::bf16(Files::Small, 0), "copy_rows", grid, &arguments);
     }
 
     /// Fills a matrix with zeros.

@@ -24,8 +24,16 @@ pub fn is_on_card<const D: usize>(x: &Tensor<D>) -> bool {
 
 /// Whether the device is a CUDA card.
 pub fn is_card(device: &Device) -> bool {
+    card(device).is_some()
+}
+
+/// The index of the card.
+pub fn card(device: &Device) -> Option<usize> {
     let device = device.clone().without_autodiff();
-    matches!(device.as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
+    match device.as_dispatch() {
+        DispatchDevice::Cube(CubeDevice::Cuda(card)) => Some(card.index),
+        _ => None,
+    }
 }
 
 /// The card that holds the tensor.

@@ -16,7 +16,7 @@ fn values(tensor: &Tensor<1>) -> Vec<f64> {
 
 fn optimizer(kind: OptimKind, name: &str, shape: &[usize]) -> Optimizer {
     let parameter = Trainable { name: name.into(), id: ParamId::new(), shape: shape.to_vec() };
-    let config = OptimConfig { lr: LR, weight_decay: DECAY, max_norm: None, kind };
+    let config = OptimConfig { lr: LR, weight_decay: DECAY, max_norm: None, max_skipped: 0, kind };
     Optimizer::new(&config, &[parameter])
 }
 

@@ -38,7 +38,7 @@ struct Pass<'a> {
 /// Writes the gradients, given that of the output; `spare`: what lies between the rows of `dy` may be overwritten.
 pub(super) fn run(saved: &Saved, side: &mut Side<'_>, dy: Matrix, spare: bool, to: &Places) {
     let call = &saved.call;
-    let weights = call.weights(side, saved.packed.as_deref());
+    let weights = call.weights(side, saved.packed.as_deref(), true);
     let pass = Pass { saved, weights, to };
     pass.clear_unused(side);
     let mut layout = Layout::default();
@@ -78,11 +78,11 @@ impl Pass<'_> {
         }
     }
 
-    /// What a group gives its parameters: x is its input, g the gradient of its outputs, each with spare columns.
+    /// What a group gives its parameters: x is its input, g the gradient of its outputs with its spare columns.
     fn parameters(&self, side: &mut Side<'_>, n: usize, x: Matrix, g: Matrix) {
         let group = self.group(n);
         let [a, b] = [&self.to.a, &self.to.b].map(|all| self.places(all, n));
-        group.adapter_gradients(side, x, g, a, b);
+        group.adapter_gradients(side, [x, self.saved.activations.low[n], g], a, b);
         for (module, dw) in self.places(&self.to.weights, n).iter().enumerate() {
             if let Some(dw) = *dw {
                 side.product(group.out_of(module, g).t(), x.columns(0, group.input), dw, 1.0, 0.0);
@@ -104,9 +104,9 @@ impl Pass<'_> {
         let (gate_up, down, f) = (self.group(GATE_UP), self.group(DOWN), call.f());
         let mut layout = Layout::default();
         let d_act = call.rows(&mut layout, f, 0);
-        let act = call.rows(&mut layout, f, down.spare());
+        let act = call.rows(&mut layout, f, 0);
         let d_gate_up = call.rows(&mut layout, 2 * f, gate_up.spare());
-        let normed = call.rows(&mut layout, call.e, gate_up.spare());
+        let normed = call.rows(&mut layout, call.e, 0);
         let d_normed = call.rows(&mut layout, call.e, 0);
         let block = layout.block(side);
         let [d_act, act, d_gate_up, normed, d_normed] =
@@ -117,7 +117,6 @@ impl Pass<'_> {
         let [gate, up] = [0, 1].map(|n| gate_up.out_of(n, kept.gate_up));
         let outs = [0, 1].map(|n| gate_up.out_of(n, d_gate_up));
         side.swiglu_backward([gate, up, d_act], outs, self.trains(DOWN).then_some(act));
-        self.low(side, DOWN, act);
         self.parameters(side, DOWN, act, dy);
 
         gate_up.low_gradient(side, &self.weights[GATE_UP], d_gate_up);
@@ -125,18 +124,10 @@ impl Pass<'_> {
         let norm = call.operands.at(NORMS[1]);
         if self.trains(GATE_UP) {
             side.norm(kept.middle, norm, normed, call.eps);
-            self.low(side, GATE_UP, normed);
             self.parameters(side, GATE_UP, normed, d_gate_up);
         }
         let matrices = [kept.middle, norm, d_normed, d_middle];
         side.norm_backward(matrices, Some(dy), self.to.norms[1], call.eps);
-    }
-
-    /// The input's low-rank columns once more, for B's gradient.
-    fn low(&self, side: &mut Side<'_>, n: usize, x: Matrix) {
-        if let (true, Weights::Stacked(all)) = (self.trains(n), &self.weights[n]) {
-            self.group(n).low(side, all, x);
-        }
     }
 
     /// From the gradient of the sum after attention to the input's.
@@ -153,7 +144,7 @@ impl Pass<'_> {
         debug_assert_eq!(o.out(), call.e);
 
         let mut layout = Layout::default();
-        let normed = call.rows(&mut layout, call.e, qkv.spare());
+        let normed = call.rows(&mut layout, call.e, 0);
         let d_normed = call.rows(&mut layout, call.e, 0);
         let block = layout.block(side);
         let [normed, d_normed] = [normed, d_normed].map(|place| block.at(place));
@@ -161,7 +152,6 @@ impl Pass<'_> {
         qkv.low_gradient(side, &self.weights[QKV], d_qkv);
         if self.trains(QKV) {
             side.norm(x, norm, normed, call.eps);
-            self.low(side, QKV, normed);
             self.parameters(side, QKV, normed, d_qkv);
         }
         if self.to.dx.is_some() || self.to.norms[0].is_some() {

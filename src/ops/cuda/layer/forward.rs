@@ -61,6 +61,8 @@ pub(super) struct Activations {
     pub middle: Matrix,
     /// `[t, 2 f]`
     pub gate_up: Matrix,
+    /// The low-rank columns of each group's input; those of o's lie beside `att`.
+    pub low: [Matrix; GROUPS],
 }
 
 impl Call {
@@ -116,10 +118,10 @@ impl Call {
         [0, 1, 2].map(|n| self.groups[QKV].out_of(n, qkv))
     }
 
-    /// The weights of each group, with this call's adapters in place.
-    pub fn weights(&self, side: &mut Side<'_>, packed: Option<&Packed>) -> [Weights; GROUPS] {
+    /// The weights of each group, with this call's adapters in place; `held` as in [`Packed::fill`].
+    pub fn weights(&self, side: &mut Side<'_>, packed: Option<&Packed>, held: bool) -> [Weights; GROUPS] {
         if let Some(packed) = packed {
-            return packed.fill(side, &self.operands, &self.groups);
+            return packed.fill(side, &self.operands, &self.groups, held);
         }
         let mut first = 0;
         SIZES.map(|n| {
@@ -140,8 +142,8 @@ impl Call {
         let saved = gpu.enter(|side| {
             let adapted = self.operands.adapted();
             let packed = adapted.then(|| self.kept.cuda.packed(side, &self.operands, &self.groups));
-            let weights = self.weights(side, packed.as_deref());
-            let (block, activations) = self.activations(side);
+            let weights = self.weights(side, packed.as_deref(), false);
+            let (block, activations) = self.activations(side, save);
             self.attend(side, &weights, &activations);
             self.mlp(side, &weights, &activations, y);
             (packed, activations, block)
@@ -151,7 +153,7 @@ impl Call {
         (out, saved)
     }
 
-    fn activations(&self, side: &Side<'_>) -> (Block, Activations) {
+    fn activations(&self, side: &Side<'_>, save: bool) -> (Block, Activations) {
         let mut layout = Layout::default();
         let [qkv, o, gate_up, _] = &self.groups;
         let heads = qkv.outs[0] / self.head_dim;
@@ -162,9 +164,15 @@ impl Call {
             self.rows(&mut layout, self.e, 0),
             self.rows(&mut layout, gate_up.out(), 0),
         ];
+        let low = [QKV, GATE_UP, DOWN].map(|n| {
+            let columns = if save { self.groups[n].columns } else { 0 };
+            self.rows(&mut layout, columns, 0)
+        });
         let block = layout.block(side);
         let [qkv, att, lse, middle, gate_up] = places.map(|place| block.at(place));
-        (block, Activations { qkv, att, lse, middle, gate_up })
+        let [of_qkv, of_gate_up, of_down] = low.map(|place| block.at(place));
+        let low = [of_qkv, att.columns(o.input, o.columns), of_gate_up, of_down];
+        (block, Activations { qkv, att, lse, middle, gate_up, low })
     }
 
     /// From x to the sum after attention.
@@ -177,11 +185,13 @@ impl Call {
         let block = layout.block(side);
         let [normed, q, k] = [normed, q, k].map(|place| block.at(place));
         side.norm(x, self.operands.at(NORMS[0]), normed, self.eps);
-        qkv.forward(side, &weights[QKV], normed, to.qkv, None);
+        qkv.forward(side, &weights[QKV], normed, [to.qkv, to.low[QKV]], None);
         side.rotate(to.qkv, q, k, &self.rotation());
         let [_, _, v] = self.heads_of(to.qkv);
         self.attention.forward(side, [q, k, v], to.att, to.lse.pointer);
-        o.forward(side, &weights[O], to.att, to.middle, Some(x));
+        // They lie where they are kept.
+        let nothing = to.low[O].columns(0, 0);
+        o.forward(side, &weights[O], to.att, [to.middle, nothing], Some(x));
     }
 
     /// From the sum after attention to the output.
@@ -193,9 +203,9 @@ impl Call {
         let block = layout.block(side);
         let [normed, act] = [normed, act].map(|place| block.at(place));
         side.norm(from.middle, self.operands.at(NORMS[1]), normed, self.eps);
-        gate_up.forward(side, &weights[GATE_UP], normed, from.gate_up, None);
+        gate_up.forward(side, &weights[GATE_UP], normed, [from.gate_up, from.low[GATE_UP]], None);
         let [gate, up] = [0, 1].map(|n| gate_up.out_of(n, from.gate_up));
         side.swiglu(gate, up, act);
-        down.forward(side, &weights[DOWN], act, out, Some(from.middle));
+        down.forward(side, &weights[DOWN], act, [out, from.low[DOWN]], Some(from.middle));
     }
 }

@@ -112,19 +112,23 @@ impl Group {
         outs.columns(self.out_start(module), self.outs[module])
     }
 
-    /// `out ← x·Wᵀ` with adapters, `+ add`. x has `input` columns and, in its stride, the spare ones.
+    /// `out ← x·Wᵀ` with adapters, `+ add`. x has `input` columns and, in its stride, the spare ones, which are
+    /// copied to `keep`.
     pub fn forward(
         &self,
         side: &mut Side<'_>,
         weights: &Weights,
         x: Matrix,
-        out: Matrix,
+        [out, keep]: [Matrix; 2],
         add: Option<Matrix>,
     ) {
         let (factors, weights) = match weights {
             Weights::Apart(weights) => (x, weights.clone()),
             Weights::Stacked(all) => {
                 self.low(side, all, x);
+                if keep.columns > 0 {
+                    side.copy(x.columns(self.input, self.columns), keep);
+                }
                 let wide = self.input + self.columns;
                 (x.columns(0, wide), vec![all.rows(0, self.out()).columns(0, wide)])
             }
@@ -141,7 +145,7 @@ impl Group {
     }
 
     /// `x·Aᵀ` into the spare columns of x: each run's own.
-    pub fn low(&self, side: &mut Side<'_>, all: &Matrix, x: Matrix) {
+    fn low(&self, side: &mut Side<'_>, all: &Matrix, x: Matrix) {
         self.clear_others(side, x.columns(self.input, self.columns));
         for run in &self.runs {
             let (first, n) = run.columns();
@@ -180,26 +184,25 @@ impl Group {
         }
     }
 
-    /// The gradients of A and B (f32, stacked over the runs) from the spare columns of x and g, for each module
-    /// that there are places for.
+    /// The gradients of A and B (f32, stacked over the runs) for each module that there are places for, from x, from
+    /// `low`, which are its spare columns in the forward pass, and from g with its own.
     pub fn adapter_gradients(
         &self,
         side: &mut Side<'_>,
-        x: Matrix,
-        g: Matrix,
+        [x, low, g]: [Matrix; 3],
         da: &[Option<Matrix>],
         db: &[Option<Matrix>],
     ) {
         let out = self.out();
         for run in &self.runs {
-            let (rows_x, rows_g) = (x.rows(run.token, run.tokens), g.rows(run.token, run.tokens));
-            let inputs = rows_x.columns(0, self.input);
+            let [inputs, rows_low, rows_g] = [x, low, g].map(|x| x.rows(run.token, run.tokens));
+            let inputs = inputs.columns(0, self.input);
             for (first, n, to) in run.merged(da) {
                 side.product(rows_g.columns(out + first, n).t(), inputs, to, 1.0, 0.0);
             }
             for low in &run.lows {
                 if let Some(db) = db[low.module] {
-                    let h = rows_x.columns(self.input + low.column, low.rank);
+                    let h = rows_low.columns(low.column, low.rank);
                     let g = self.out_of(low.module, rows_g);
                     side.product(g.t(), h, db.columns(low.row, low.rank), low.scale, 0.0);
                 }

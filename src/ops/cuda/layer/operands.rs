@@ -159,6 +159,11 @@ impl Operands {
         Some([self.at[weight(projection) + 1]?, self.at[weight(projection) + 2]?])
     }
 
+    /// All A's and B's.
+    pub fn adapters(&self) -> impl Iterator<Item = &CubeTensor> {
+        (0..PROJECTIONS).flat_map(|j| &self.tensors[weight(j) + 1..weight(j) + 3]).flatten()
+    }
+
     /// Whether some linear layer has adapters.
     pub fn adapted(&self) -> bool {
         (0..PROJECTIONS).any(|j| self.at[weight(j) + 1].is_some())

@@ -27,8 +27,15 @@ pub struct Packed {
     spares: [usize; GROUPS],
     block: Block,
     places: [Place; GROUPS],
-    /// The groups whose adapters were put in last: what lies elsewhere is zero.
-    filled: Mutex<Option<[Group; GROUPS]>>,
+    filled: Mutex<Option<Filled>>,
+}
+
+/// The adapters that were put in last.
+#[derive(Debug)]
+struct Filled {
+    /// What lies elsewhere is zero.
+    groups: [Group; GROUPS],
+    identities: Vec<(usize, Option<u64>)>,
 }
 
 impl Slot {
@@ -79,21 +86,28 @@ impl Packed {
     }
 
     /// The stacked weights with these operands' adapters in them: until the next call, in the stream's order.
+    /// `held`: nobody has changed the adapters since an earlier call with the same tensors, because they were held.
     pub fn fill(
         &self,
         side: &mut Side<'_>,
         operands: &Operands,
         groups: &[Group; GROUPS],
+        held: bool,
     ) -> [Weights; GROUPS] {
         let all = self.places.map(|place| self.block.at(place));
+        let identities: Vec<_> = operands.adapters().map(identity).collect();
         let mut filled = self.filled.lock().unwrap_or_else(PoisonError::into_inner);
-        if filled.as_ref() != Some(groups) {
+        let before = filled.as_ref().filter(|filled| filled.groups == *groups);
+        if held && before.is_some_and(|filled| filled.identities == identities) {
+            return all.map(Weights::Stacked);
+        }
+        if before.is_none() {
             for (group, all) in groups.iter().zip(all) {
                 side.clear(all.columns(group.input, group.spare()));
                 side.clear(all.rows(group.out(), group.spare()));
             }
-            *filled = Some(groups.clone());
         }
+        *filled = Some(Filled { groups: groups.clone(), identities });
         let mut blocks = Vec::new();
         let mut first = 0;
         for (group, all) in groups.iter().zip(all) {
@@ -124,6 +138,6 @@ fn pack(side: &mut Side<'_>, blocks: &[(Matrix, Matrix, f32)]) {
     }
     words.resize(TABLE * 5, 0);
     words.push(blocks.len() as u64);
-    let grid = Grid::new(blocks.len() * 32, 256);
+    let grid = Grid::new(blocks.len() * 128, 256);
     side.launch(Module::bf16(Files::Adapters, 0), "pack_adapters", grid, &[Arg::Words(words)]);
 }
