@@ -120,12 +120,11 @@ impl Layer {
         }
     }
 
-    /// # Shapes
-    /// - x: `[t, e]` → `[t, e]`
-    fn forward(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        let (attn, mlp, dtype) = (&self.self_attn, &self.mlp, x.dtype());
+    /// The layer as the ops take it, computing in `dtype`.
+    fn parameters(&self, inputs: &Inputs, dtype: DType, recompute: bool) -> DecoderLayer {
+        let (attn, mlp) = (&self.self_attn, &self.mlp);
         let of_heads = |norm: &Option<Norm>| norm.as_ref().map(|norm| value(&norm.weight, dtype));
-        let layer = DecoderLayer {
+        DecoderLayer {
             input_norm: value(&self.input_layernorm.weight, dtype),
             q: attn.q_proj.projection(inputs, dtype),
             k: attn.k_proj.projection(inputs, dtype),
@@ -139,9 +138,9 @@ impl Layer {
             down: mlp.down_proj.projection(inputs, dtype),
             head_dim: attn.head_dim,
             eps: attn.eps,
+            recompute,
             kept: self.kept.clone(),
-        };
-        ops::decoder_layer(x, &layer, &inputs.rope, &inputs.documents)
+        }
     }
 }
 
@@ -285,7 +284,16 @@ impl Decoder {
     /// # Shapes
     /// - x: `[t, e]` → `[t, e]`
     pub fn layer(&self, i: usize, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        self.model.layers[i].forward(x, inputs)
+        let recompute = inputs.recompute.is_some_and(|every| i.is_multiple_of(every));
+        let layer = self.model.layers[i].parameters(inputs, x.dtype(), recompute);
+        ops::decoder_layer(x, &layer, &inputs.rope, &inputs.documents)
+    }
+
+    /// Whether every layer makes its activations again by itself where [`Inputs::recomputing`] says so.
+    pub fn recomputes(&self, x: &Tensor<2>, inputs: &Inputs) -> bool {
+        let takes =
+            |layer: &Layer| ops::recomputes(x, &layer.parameters(inputs, x.dtype(), true), &inputs.rope);
+        self.model.layers.iter().all(takes)
     }
 
     /// Last part: norm, head and Σ of the cross entropy over trained targets (0 where there is

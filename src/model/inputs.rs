@@ -20,6 +20,7 @@ pub struct Inputs {
     pub(super) run_tokens: Vec<usize>,
     pub(super) first_token: u64,
     pub(super) dropout_seed: Option<u64>,
+    pub(super) recompute: Option<usize>,
 }
 
 impl Inputs {
@@ -62,7 +63,14 @@ impl Inputs {
             run_tokens: batch.run_tokens.clone(),
             first_token: batch.first_token,
             dropout_seed,
+            recompute: None,
         })
+    }
+
+    /// With every n-th layer's activations made again in the backward pass; only where [`super::Decoder::recomputes`].
+    #[must_use]
+    pub fn recomputing(self, every: usize) -> Self {
+        Self { recompute: Some(every.max(1)), ..self }
     }
 
     /// Number of tokens T, padding included.

@@ -63,8 +63,8 @@ pub fn sizes(config: &HfConfig, lora: Option<&LoraSpec>, device: &Device) -> Res
 ///   whose activations are kept, e for each that is recomputed)
 /// * `logits`: 256 rows × v × 4
 ///
-/// Where a layer is one op (bf16 on a CUDA card): activations × (2e + 2hd + 2gd + 2f), and t × (4e + 4f) for the
-/// layer at work; the frozen weights of layers with adapters count twice; logits: 4096 rows in the type.
+/// Where a layer is one op (bf16 on a CUDA card): activations × (2e + 2hd + 2gd + 2f), of recomputed layers × (e + hd), and
+/// t × (4e + 4f) for the layer at work; the frozen weights of layers with adapters count twice; logits: 4096 rows in the type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
     /// Frozen weights.
@@ -108,7 +108,9 @@ impl Memory {
         let recomputed = load.recompute.map_or(0, |freq| layers / freq.max(1));
         // One layer at a time comes back while it is recomputed.
         let kept = layers - recomputed + usize::from(recomputed > 0);
-        let elements = load.tokens * (kept * layer + recomputed * e + at_work);
+        // Attention's output is kept where a layer is one op.
+        let light = e + if load.fused.is_some() { c.num_attention_heads * c.head_dim } else { 0 };
+        let elements = load.tokens * (kept * layer + recomputed * light + at_work);
         let frozen = counts.total - counts.trainable;
         let stacked = if load.fused == Some(true) { layers * e * (heads + 3 * f) } else { 0 };
         let of_trained = load.trained_bytes + 4 + load.optimizer_bytes;

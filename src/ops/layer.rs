@@ -58,6 +58,8 @@ pub struct DecoderLayer {
     pub head_dim: usize,
     /// ε of all norms.
     pub eps: f64,
+    /// Make all but attention's output again in the backward pass; only where [`recomputes`].
+    pub recompute: bool,
     /// What the layer op has made of the frozen weights before.
     pub kept: Kept,
 }
@@ -95,6 +97,17 @@ pub fn decoder_layer(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, documents:
         return super::cuda::layer::decoder_layer(x, layer, rope, documents);
     }
     composed(x, layer, rope, documents)
+}
+
+/// Whether [`decoder_layer`] heeds `recompute` for these tensors.
+pub fn recomputes(x: &Tensor<2>, layer: &DecoderLayer, rope: &Rope) -> bool {
+    #[cfg(feature = "cuda")]
+    return super::cuda::layer::takes(x, layer, rope);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (x, layer, rope);
+        false
+    }
 }
 
 /// The definition of [`decoder_layer`], by the other ops.

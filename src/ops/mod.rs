@@ -53,7 +53,7 @@ mod tape;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
-pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project};
+pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -7,7 +7,8 @@
 //!
 //! With recomputation (`[model.ac]`) the backward pass goes layer by layer: the forward pass keeps
 //! only what enters each recomputed layer, and the backward pass runs the layer again, with the
-//! gradient of its output, on a tape of its own. The numbers are the same, bit for bit.
+//! gradient of its output, on a tape of its own. Where a layer is one op it does that by itself, and keeps attention's
+//! output. The numbers are the same, bit for bit.
 
 use std::time::Instant;
 
@@ -106,6 +107,9 @@ struct Pass {
 /// take other kernels, with other rounding.
 fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
     let embedded = model.embed(inputs);
+    if model.recomputes(&embedded, inputs) {
+        return on_one_tape(model, &inputs.clone().recomputing(every));
+    }
     // The gradient goes down to the lowest trained layer, or to the embedding.
     let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
     let mut hidden = embedded.clone().inner();

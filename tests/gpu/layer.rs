@@ -1,5 +1,7 @@
 //! The layer op against the ops it is made of, in f32 on the CPU and in bf16 on the card.
 
+use std::cell::Cell;
+
 use burn::tensor::{DType, Device, Tensor};
 use embertune::ops::{self, Adapters, DecoderLayer, Documents, Kept, LoraPart, Projection};
 
@@ -17,8 +19,10 @@ struct Case {
     full: bool,
     head_norms: bool,
     x_tracked: bool,
+    recompute: Cell<bool>,
 }
 
+#[allow(clippy::declare_interior_mutable_const)] // each case is a copy of its own
 const PLAIN: Case = Case {
     name: "plain",
     sizes: [128, 4, 2, 64, 192],
@@ -27,40 +31,47 @@ const PLAIN: Case = Case {
     full: false,
     head_norms: true,
     x_tracked: true,
+    recompute: Cell::new(false),
 };
 
-const CASES: &[Case] = &[
-    Case { name: "lora on all", runs: &[(879, [16; 7])], ..PLAIN },
-    Case {
-        name: "lora, heads of 128, groups of 4",
-        sizes: [256, 8, 2, 128, 512],
-        documents: &[700, 31],
-        runs: &[(731, [16; 7])],
-        x_tracked: false,
-        ..PLAIN
-    },
-    Case {
-        name: "lora on q and v, no head norms, groups of 1",
-        sizes: [128, 2, 2, 64, 256],
-        documents: &[4096, 1],
-        runs: &[(4097, [8, 0, 3, 0, 0, 0, 0])],
-        head_norms: false,
-        ..PLAIN
-    },
-    Case {
-        name: "three runs of uneven ranks, groups of 8",
-        sizes: [136, 8, 1, 64, 200],
-        documents: &[50, 33, 121],
-        runs: &[(50, [16, 8, 4, 0, 16, 5, 3]), (33, [0, 8, 8, 8, 0, 16, 0]), (121, [4, 0, 16, 8, 8, 0, 8])],
-        ..PLAIN
-    },
-    Case { name: "full", full: true, ..PLAIN },
-    Case { name: "frozen", ..PLAIN },
-];
+fn cases() -> Vec<Case> {
+    vec![
+        Case { name: "lora on all", runs: &[(879, [16; 7])], ..PLAIN },
+        Case {
+            name: "lora, heads of 128, groups of 4",
+            sizes: [256, 8, 2, 128, 512],
+            documents: &[700, 31],
+            runs: &[(731, [16; 7])],
+            x_tracked: false,
+            ..PLAIN
+        },
+        Case {
+            name: "lora on q and v, no head norms, groups of 1",
+            sizes: [128, 2, 2, 64, 256],
+            documents: &[4096, 1],
+            runs: &[(4097, [8, 0, 3, 0, 0, 0, 0])],
+            head_norms: false,
+            ..PLAIN
+        },
+        Case {
+            name: "three runs of uneven ranks, groups of 8",
+            sizes: [136, 8, 1, 64, 200],
+            documents: &[50, 33, 121],
+            runs: &[
+                (50, [16, 8, 4, 0, 16, 5, 3]),
+                (33, [0, 8, 8, 8, 0, 16, 0]),
+                (121, [4, 0, 16, 8, 8, 0, 8]),
+            ],
+            ..PLAIN
+        },
+        Case { name: "full", full: true, ..PLAIN },
+        Case { name: "frozen", ..PLAIN },
+    ]
+}
 
 #[test]
 fn decoder_layer_is_what_it_is_made_of() {
-    for case in CASES {
+    for case in cases() {
         case.check();
     }
 }
@@ -127,7 +138,7 @@ impl Case {
         let (q_norm, k_norm, kept) = (heads(q_norm), heads(k_norm), kept.clone());
         #[rustfmt::skip]
         let layer = DecoderLayer {
-            input_norm, q, k, v, o, q_norm, k_norm, post_norm, gate, up, down, head_dim: d, eps: 1e-6, kept,
+            input_norm, q, k, v, o, q_norm, k_norm, post_norm, gate, up, down, head_dim: d, eps: 1e-6, recompute: self.recompute.get(), kept,
         };
         (x, layer)
     }
@@ -162,6 +173,7 @@ impl Case {
         assert_eq!(got, self.run(DType::BF16, &device, true, &kept), "{}: the same bits twice", self.name);
         let fresh = self.run(DType::BF16, &device, true, &Kept::default());
         assert_eq!(got, fresh, "{}: whatever was kept", self.name);
+        case_recomputed(self, &got, &device);
         let errors = |of: &[Vec<f32>]| -> Vec<f64> {
             of.iter().zip(&want).map(|(got, want)| relative(got, want)).collect()
         };
@@ -178,4 +190,11 @@ impl Case {
             assert!(*fused < 3e-2, "{}, result {n}: {fused}", self.name);
         }
     }
+}
+
+fn case_recomputed(case: &Case, want: &[Vec<f32>], device: &Device) {
+    case.recompute.set(true);
+    let again = case.run(DType::BF16, device, true, &Kept::default());
+    assert_eq!(want, again, "{}: recomputed", case.name);
+    case.recompute.set(false);
 }

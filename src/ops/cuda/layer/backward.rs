@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use super::super::driver::Side;
 use super::super::gemm::Matrix;
 use super::super::memory::Layout;
-use super::forward::{DOWN, GATE_UP, O, QKV, Saved};
+use super::forward::{Activations, DOWN, GATE_UP, O, QKV, Saved};
 use super::group::{Group, Weights};
 use super::operands::{GROUPS, NORMS, SIZES, X};
 
@@ -31,6 +31,7 @@ pub(super) struct Places {
 /// A pass.
 struct Pass<'a> {
     saved: &'a Saved,
+    activations: Activations,
     weights: [Weights; GROUPS],
     to: &'a Places,
 }
@@ -39,7 +40,14 @@ struct Pass<'a> {
 pub(super) fn run(saved: &Saved, side: &mut Side<'_>, dy: Matrix, spare: bool, to: &Places) {
     let call = &saved.call;
     let weights = call.weights(side, saved.packed.as_deref(), true);
-    let pass = Pass { saved, weights, to };
+    let (_again, activations) = match call.recompute {
+        false => (None, saved.activations),
+        true => {
+            let (block, activations) = call.make_again(side, &weights, saved.activations);
+            (Some(block), activations)
+        }
+    };
+    let pass = Pass { saved, activations, weights, to };
     pass.clear_unused(side);
     let mut layout = Layout::default();
     let room = call.groups[DOWN].spare();
@@ -82,7 +90,7 @@ impl Pass<'_> {
     fn parameters(&self, side: &mut Side<'_>, n: usize, x: Matrix, g: Matrix) {
         let group = self.group(n);
         let [a, b] = [&self.to.a, &self.to.b].map(|all| self.places(all, n));
-        group.adapter_gradients(side, [x, self.saved.activations.low[n], g], a, b);
+        group.adapter_gradients(side, [x, self.activations.low[n], g], a, b);
         for (module, dw) in self.places(&self.to.weights, n).iter().enumerate() {
             if let Some(dw) = *dw {
                 side.product(group.out_of(module, g).t(), x.columns(0, group.input), dw, 1.0, 0.0);
@@ -100,7 +108,7 @@ impl Pass<'_> {
     /// From the output's gradient to that of the sum after attention.
     fn mlp(&self, side: &mut Side<'_>, dy: Matrix, d_middle: Matrix) {
         let call = &self.saved.call;
-        let kept = &self.saved.activations;
+        let kept = &self.activations;
         let (gate_up, down, f) = (self.group(GATE_UP), self.group(DOWN), call.f());
         let mut layout = Layout::default();
         let d_act = call.rows(&mut layout, f, 0);
@@ -133,7 +141,7 @@ impl Pass<'_> {
     /// From the gradient of the sum after attention to the input's.
     fn attention(&self, side: &mut Side<'_>, d_middle: Matrix) {
         let call = &self.saved.call;
-        let kept = &self.saved.activations;
+        let kept = &self.activations;
         let (qkv, o) = (self.group(QKV), self.group(O));
         let mut layout = Layout::default();
         let d_qkv = call.rows(&mut layout, qkv.out(), qkv.spare());
@@ -165,7 +173,7 @@ impl Pass<'_> {
     /// The gradients of q, k and v before norms and rotation.
     fn heads(&self, side: &mut Side<'_>, d_middle: Matrix, d_qkv: Matrix) {
         let call = &self.saved.call;
-        let kept = &self.saved.activations;
+        let kept = &self.activations;
         let (qkv, o) = (self.group(QKV), self.group(O));
         let mut layout = Layout::default();
         let d_att = call.rows(&mut layout, o.input, 0);

@@ -34,6 +34,8 @@ pub(super) struct Call {
     pub tokens: usize,
     /// Hidden size.
     pub e: usize,
+    /// Whether all but attention is made again in the backward pass.
+    pub recompute: bool,
     kept: Kept,
     /// Holds the tables' memory.
     tables: [CubeTensor; 2],
@@ -44,8 +46,9 @@ pub(super) struct Call {
 pub(super) struct Saved {
     pub call: Call,
     pub packed: Option<Arc<Packed>>,
+    /// Of a layer that is recomputed, `att`, `lse` and `low` alone.
     pub activations: Activations,
-    _block: Block,
+    _blocks: [Option<Block>; 2],
 }
 
 /// Activations that are kept.
@@ -85,6 +88,7 @@ impl Call {
             eps: layer.eps as f32,
             tokens,
             e,
+            recompute: layer.recompute,
             kept: layer.kept.clone(),
             tables: [table(&rope.cos), table(&rope.sin)],
         }
@@ -143,67 +147,113 @@ impl Call {
             let adapted = self.operands.adapted();
             let packed = adapted.then(|| self.kept.cuda.packed(side, &self.operands, &self.groups));
             let weights = self.weights(side, packed.as_deref(), false);
-            let (block, activations) = self.activations(side, save);
+            let (kept, activations) = self.activations(side, save);
+            let (again, activations) = self.again(side, activations);
             self.attend(side, &weights, &activations);
-            self.mlp(side, &weights, &activations, y);
-            (packed, activations, block)
+            self.widen(side, &weights, &activations);
+            self.narrow(side, &weights, &activations, y);
+            (packed, activations, [Some(kept), (!self.recompute).then_some(again)])
         });
-        let (packed, activations, block) = saved;
-        let saved = save.then(|| Saved { call: self, packed, activations, _block: block });
+        let (packed, activations, blocks) = saved;
+        let saved = save.then(|| Saved { call: self, packed, activations, _blocks: blocks });
         (out, saved)
     }
 
+    /// Room for what is always kept.
     fn activations(&self, side: &Side<'_>, save: bool) -> (Block, Activations) {
         let mut layout = Layout::default();
-        let [qkv, o, gate_up, _] = &self.groups;
+        let [qkv, o, ..] = &self.groups;
         let heads = qkv.outs[0] / self.head_dim;
-        let places = [
-            self.rows(&mut layout, qkv.out(), 0),
-            self.rows(&mut layout, o.input, o.spare()),
-            layout.dense(heads, self.tokens, DType::F32),
-            self.rows(&mut layout, self.e, 0),
-            self.rows(&mut layout, gate_up.out(), 0),
-        ];
+        let att = self.rows(&mut layout, o.input, o.spare());
+        let lse = layout.dense(heads, self.tokens, DType::F32);
         let low = [QKV, GATE_UP, DOWN].map(|n| {
             let columns = if save { self.groups[n].columns } else { 0 };
             self.rows(&mut layout, columns, 0)
         });
         let block = layout.block(side);
-        let [qkv, att, lse, middle, gate_up] = places.map(|place| block.at(place));
+        let (att, lse) = (block.at(att), block.at(lse));
         let [of_qkv, of_gate_up, of_down] = low.map(|place| block.at(place));
         let low = [of_qkv, att.columns(o.input, o.columns), of_gate_up, of_down];
-        (block, Activations { qkv, att, lse, middle, gate_up, low })
+        // The others are given their places by `again`.
+        (block, Activations { qkv: att, att, lse, middle: att, gate_up: att, low })
+    }
+
+    /// Room for what may be made again.
+    fn again(&self, side: &Side<'_>, kept: Activations) -> (Block, Activations) {
+        let mut layout = Layout::default();
+        let [qkv, _, gate_up, _] = &self.groups;
+        let columns = [qkv.out(), self.e, gate_up.out()];
+        let places = columns.map(|columns| self.rows(&mut layout, columns, 0));
+        let block = layout.block(side);
+        let [qkv, middle, gate_up] = places.map(|place| block.at(place));
+        (block, Activations { qkv, middle, gate_up, ..kept })
+    }
+
+    /// For the backward pass: what wasn't kept, all but attention.
+    pub fn make_again(
+        &self,
+        side: &mut Side<'_>,
+        weights: &[Weights; GROUPS],
+        kept: Activations,
+    ) -> (Block, Activations) {
+        let (block, activations) = self.again(side, kept);
+        self.project(side, weights, &activations);
+        self.after_attention(side, weights, &activations);
+        self.widen(side, weights, &activations);
+        (block, activations)
+    }
+
+    /// From x to q, k and v before norms and rotation.
+    fn project(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
+        let qkv = &self.groups[QKV];
+        let mut layout = Layout::default();
+        let normed = self.rows(&mut layout, self.e, qkv.spare());
+        let block = layout.block(side);
+        let normed = block.at(normed);
+        side.norm(self.operands.at(X), self.operands.at(NORMS[0]), normed, self.eps);
+        qkv.forward(side, &weights[QKV], normed, [to.qkv, to.low[QKV]], None);
     }
 
     /// From x to the sum after attention.
     fn attend(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
-        let [qkv, o, ..] = &self.groups;
-        let x = self.operands.at(X);
+        self.project(side, weights, to);
+        let qkv = &self.groups[QKV];
         let mut layout = Layout::default();
-        let normed = self.rows(&mut layout, self.e, qkv.spare());
         let [q, k] = [qkv.outs[0], qkv.outs[1]].map(|columns| self.rows(&mut layout, columns, 0));
         let block = layout.block(side);
-        let [normed, q, k] = [normed, q, k].map(|place| block.at(place));
-        side.norm(x, self.operands.at(NORMS[0]), normed, self.eps);
-        qkv.forward(side, &weights[QKV], normed, [to.qkv, to.low[QKV]], None);
+        let [q, k] = [q, k].map(|place| block.at(place));
         side.rotate(to.qkv, q, k, &self.rotation());
         let [_, _, v] = self.heads_of(to.qkv);
         self.attention.forward(side, [q, k, v], to.att, to.lse.pointer);
-        // They lie where they are kept.
-        let nothing = to.low[O].columns(0, 0);
-        o.forward(side, &weights[O], to.att, [to.middle, nothing], Some(x));
+        self.after_attention(side, weights, to);
     }
 
-    /// From the sum after attention to the output.
-    fn mlp(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], from: &Activations, out: Matrix) {
-        let [_, _, gate_up, down] = &self.groups;
+    /// From attention's output to x with it added.
+    fn after_attention(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
+        // The low-rank columns lie where they are kept.
+        let nothing = to.low[O].columns(0, 0);
+        let x = self.operands.at(X);
+        self.groups[O].forward(side, &weights[O], to.att, [to.middle, nothing], Some(x));
+    }
+
+    /// From the sum after attention to gate and up.
+    fn widen(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
+        let gate_up = &self.groups[GATE_UP];
         let mut layout = Layout::default();
         let normed = self.rows(&mut layout, self.e, gate_up.spare());
+        let block = layout.block(side);
+        let normed = block.at(normed);
+        side.norm(to.middle, self.operands.at(NORMS[1]), normed, self.eps);
+        gate_up.forward(side, &weights[GATE_UP], normed, [to.gate_up, to.low[GATE_UP]], None);
+    }
+
+    /// From gate and up to the output.
+    fn narrow(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], from: &Activations, out: Matrix) {
+        let [_, _, gate_up, down] = &self.groups;
+        let mut layout = Layout::default();
         let act = self.rows(&mut layout, self.f(), down.spare());
         let block = layout.block(side);
-        let [normed, act] = [normed, act].map(|place| block.at(place));
-        side.norm(from.middle, self.operands.at(NORMS[1]), normed, self.eps);
-        gate_up.forward(side, &weights[GATE_UP], normed, [from.gate_up, from.low[GATE_UP]], None);
+        let act = block.at(act);
         let [gate, up] = [0, 1].map(|n| gate_up.out_of(n, from.gate_up));
         side.swiglu(gate, up, act);
         down.forward(side, &weights[DOWN], act, [out, from.low[DOWN]], Some(from.middle));
