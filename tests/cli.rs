@@ -736,7 +736,9 @@ fn a_folder_that_cannot_be_written_is_told_early() {
 fn the_log_ends_with_how_the_run_ended() {
     let dir = RunDir::new();
     let ran = dir.sft(&["--optim.lr", "1e30", "--optim.max-norm", "None", "--max-steps", "30"]).fails(1);
-    ran.says(&["not finite", "--ckpt.resume-step "]);
+    let ran =
+        ran.says(&["not finite", "--ckpt.resume-step ", " is skipped", "from row ", "`optim.max_skipped`"]);
+    assert_eq!(ran.stderr.matches(" is skipped: ").count(), 3, "{}", ran.all());
     let log = dir.text("out/logs/trainer.log");
     assert!(
         log.contains("error: step ") && log.trim_end().lines().last().unwrap().starts_with("hint: "),

@@ -38,6 +38,10 @@ pub enum Files {
     Optimizer,
     /// Sums of partial results.
     Small,
+    /// Adapters into their places beside stacked weights.
+    Adapters,
+    /// The embedding's gradient.
+    Embedding,
 }
 
 /// A module: files and what they are compiled with.
@@ -80,6 +84,8 @@ impl Module {
             Files::Rows => &[common, elements, include_str!("rows.cu")],
             Files::Optimizer => &[common, elements, include_str!("optimizer.cu")],
             Files::Small => &[common, elements, include_str!("small.cu")],
+            Files::Adapters => &[common, elements, include_str!("adapters.cu")],
+            Files::Embedding => &[common, elements, include_str!("embedding.cu")],
         };
         parts.join("\n")
     }
@@ -95,7 +101,7 @@ impl Module {
             Files::Norm => vec![format!("DIM={size}")],
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],
-            Files::Rows | Files::Optimizer | Files::Small => Vec::new(),
+            Files::Rows | Files::Optimizer | Files::Small | Files::Adapters | Files::Embedding => Vec::new(),
         };
         if self.float32 {
             defines.push("FLOAT32".into());
@@ -116,7 +122,7 @@ pub fn attention_stages(shared_memory: usize) -> usize {
 pub const CE_THREADS: usize = 1024;
 
 /// A kernel's argument.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum Arg {
     /// An address; 0 for null.
     Pointer(u64),
@@ -128,6 +134,8 @@ pub enum Arg {
     Map(cu::CUtensorMap),
     /// A structure of eight floats, by value.
     Floats([f32; 8]),
+    /// A structure of whole 8 bytes, by value.
+    Words(Vec<u64>),
 }
 
 impl Arg {
@@ -138,6 +146,7 @@ impl Arg {
             Arg::Float(x) => (&raw const *x).cast_mut().cast(),
             Arg::Map(x) => (&raw const *x).cast_mut().cast(),
             Arg::Floats(x) => (&raw const *x).cast_mut().cast(),
+            Arg::Words(x) => x.as_ptr().cast_mut().cast(),
         }
     }
 }
@@ -223,6 +232,7 @@ impl Side<'_> {
             )
         };
         must(result, name);
+        self.mark(|| Some(name.into()));
     }
 
     fn function(&mut self, module: Module, name: &'static str, shared: usize) -> cu::CUfunction {
