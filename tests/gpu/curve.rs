@@ -13,6 +13,7 @@ use embertune::data::Batch;
 use embertune::export::{AdapterMeta, save_adapter};
 use embertune::model::{Decoder, LoraSpec};
 use embertune::train::optim::Optimizer;
+use embertune::train::ranks::Ranks;
 use embertune::train::step::{StepOptions, forward_backward};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -48,7 +49,8 @@ fn curve() {
         writeln!(batches, "{line}").unwrap();
         let trained = batch.trained_tokens();
         let sums = forward_backward(&model, &[batch], &StepOptions::default()).unwrap();
-        let update = sums.update(&mut model, &mut optimizer, LR, Some(1.0)).unwrap().unwrap();
+        let update =
+            sums.update(&mut model, &mut optimizer, LR, Some(1.0), &Ranks::alone()).unwrap().unwrap();
         let row = json!({
             "step": step, "loss/mean": update.loss, "optim/grad_norm": update.grad_norm, "optim/lr": LR,
             "trained_tokens": trained,
