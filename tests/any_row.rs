@@ -355,7 +355,7 @@ fn by_hand(conversation: &Conversation) -> (String, Vec<Range<usize>>) {
         text += "<|im_end|>";
         let trains =
             role == "assistant" && i >= conversation.context && message.get("train") != Some(&json!(false));
-        spans.extend(trains.then(|| start..text.len()));
+        spans.extend(trains.then_some(start..text.len()));
         text.push('\n');
     }
     if conversation.kwargs.get("add_generation_prompt").is_some_and(truthy) {
