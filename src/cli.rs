@@ -14,6 +14,7 @@ use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
 mod launch;
+mod lint;
 mod merge;
 mod preview;
 
@@ -56,6 +57,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         args: Vec<String>,
     },
+    /// Find out whether PEFT, vLLM, SGLang and llama.cpp take an adapter as it is: `lint runs/x/weights/step_200`
+    Lint(lint::LintArgs),
     /// Write the Hugging Face model that base and adapter make together.
     Merge {
         /// The base model: a folder, or a name as in `model.name`.
@@ -88,6 +91,7 @@ pub fn run() -> u8 {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Lint(args) => lint::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };

@@ -17,7 +17,7 @@ use super::file::{Outgoing, encode, in_new_folder, write_tensors};
 use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base, unfit};
 use super::{copy_companions, write_config, write_index};
 use crate::error::{Error, Result};
-use crate::model::{Checkpoint, Decoder, Entry, HfConfig, Modules, decode, resolve};
+use crate::model::{AdaptedModule, Checkpoint, Decoder, Entry, HfConfig, Modules, decode, resolve};
 
 /// What a merge did.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -98,8 +98,7 @@ fn read_changes(
     dir: &Path,
     report: &mut MergeReport,
 ) -> Result<BTreeMap<String, Change>> {
-    let shape_of = shapes(config);
-    let modules = Modules::from_parameters(shape_of.keys().map(String::as_str));
+    let (shape_of, modules) = shapes_and_modules(config);
     let config_path = dir.join("adapter_config.json");
     let resolved = resolve(&adapter.spec, &modules).map_err(|problems| unfit(&config_path, problems))?;
     let of_saved = |name: &&String| {
@@ -107,12 +106,7 @@ fn read_changes(
     };
     let saved: Vec<&String> = shape_of.keys().filter(of_saved).collect();
 
-    let mut wanted = Vec::new();
-    for module in &resolved.modules {
-        let shape = &shape_of[&format!("{}.weight", module.name)];
-        let [a, b] = low_rank_names(&module.name);
-        wanted.extend([(a, vec![module.rank, shape[1]]), (b, vec![shape[0], module.rank])]);
-    }
+    let mut wanted: Vec<_> = resolved.modules.iter().flat_map(|module| wanted(module, &shape_of)).collect();
     wanted.extend(saved.iter().map(|name| (format!("base_model.model.{name}"), shape_of[*name].clone())));
     let file = Checkpoint::open_file(&dir.join(WEIGHTS), Error::adapter)?;
     let found = file.entries.iter().map(|(name, entry)| (name.clone(), entry.shape.clone())).collect();
@@ -134,15 +128,32 @@ fn read_changes(
     Ok(changes)
 }
 
+/// Names and shapes of a module's A and B in an adapter's file.
+pub(super) fn wanted(module: &AdaptedModule, shape_of: &Shapes) -> [(String, Vec<usize>); 2] {
+    let shape = &shape_of[&format!("{}.weight", module.name)];
+    let [a, b] = low_rank_names(&module.name);
+    [(a, vec![module.rank, shape[1]]), (b, vec![shape[0], module.rank])]
+}
+
+/// Shapes of parameters by their names.
+pub(super) type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// A model's parameters and modules.
+pub(super) fn shapes_and_modules(config: &HfConfig) -> (Shapes, Modules) {
+    let shape_of = shapes(config);
+    let modules = Modules::from_parameters(shape_of.keys().map(String::as_str));
+    (shape_of, modules)
+}
+
 /// Every parameter's shape, a tied head's included. Nothing is put on a device; naming the CPU
 /// keeps Burn from looking for others.
-fn shapes(config: &HfConfig) -> BTreeMap<String, Vec<usize>> {
+fn shapes(config: &HfConfig) -> Shapes {
     #[cfg(feature = "flex")]
     let device = Device::flex();
     #[cfg(not(feature = "flex"))]
     let device = Device::default();
     let parameters = Decoder::empty(config, DType::F32, &device).base_parameters();
-    let mut shapes: BTreeMap<String, Vec<usize>> = parameters.into_iter().collect();
+    let mut shapes: Shapes = parameters.into_iter().collect();
     shapes.insert("lm_head.weight".into(), vec![config.vocab_size, config.hidden_size]);
     shapes
 }

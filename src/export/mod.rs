@@ -2,6 +2,8 @@
 
 mod adapter_config;
 mod file;
+mod fold;
+mod lint;
 mod merge;
 mod peft;
 
@@ -16,6 +18,8 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 
 pub use adapter_config::AdapterConfig;
+pub use fold::fold_scaling;
+pub use lint::{Finding, Lint, SERVERS, Server, Verdict, lint};
 pub use merge::{MergeReport, merge, merge_as};
 pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter};
 

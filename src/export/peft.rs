@@ -18,7 +18,7 @@ use crate::error::{Error, Problem, Result};
 use crate::model::{Checkpoint, Decoder, Run, decode};
 
 /// What every tensor of an adapter is named after.
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
 /// The tensors' file.
 pub(super) const WEIGHTS: &str = "adapter_model.safetensors";
 /// The frozen head that PEFT stores beside an adapter on it.
