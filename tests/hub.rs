@@ -250,9 +250,10 @@ fn a_model_trains_by_its_hub_id() {
     }
     let dir = RunDir::new();
     let name = format!("owner/model@{}", "a".repeat(40));
-    for (subcommand, weights) in [("check", 0), ("sft", 1)] {
+    let there = ["once the weights are there", "Step 2 | "];
+    for ((subcommand, weights), word) in [("check", 0), ("sft", 1)].into_iter().zip(there) {
         let args = [subcommand, "@", "run.toml", "--model.name", &name];
-        Ran::of(command(&dir, &server, &args).output().unwrap()).succeeds();
+        Ran::of(command(&dir, &server, &args).output().unwrap()).succeeds().says(&[word]);
         assert_eq!(
             server.asked("/cdn/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa/model.safetensors").len(),
             weights

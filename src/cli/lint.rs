@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
+use super::merge::find_adapter;
 use super::print;
 use crate::export::{self, Lint, SERVERS, Server, Verdict};
 use crate::{Error, Result, hub};
@@ -11,7 +12,7 @@ use crate::{Error, Result, hub};
 /// What to look at.
 #[derive(Debug, Args)]
 pub(super) struct LintArgs {
-    /// Folder of the PEFT adapter, or a run's `weights/step_N`.
+    /// Folder of the PEFT adapter; or of a run, whose newest is taken.
     #[arg(value_name = "ADAPTER")]
     adapter: PathBuf,
     /// The model it was trained on, a folder or a name as in `model.name`: whether the two fit.
@@ -35,8 +36,7 @@ fn server(name: &str) -> std::result::Result<Server, String> {
 /// # Errors
 /// A server of `--for` doesn't take the adapter as it is; it can't be folded.
 pub(super) fn run(args: &LintArgs) -> Result<()> {
-    let inner = args.adapter.join("lora_adapters");
-    let adapter = if inner.is_dir() { &inner } else { &args.adapter };
+    let adapter = &find_adapter(&args.adapter)?;
     let base = args.base.as_deref().map(hub::model_dir).transpose()?;
     let lint = export::lint(adapter, base.as_deref())?;
     print(&text(&lint))?;

@@ -45,7 +45,7 @@ pub(super) fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>)
 
 /// The adapter's own folder: the one that was named, or the newest in a run's folder, in its `weights`, or in a
 /// `step_N` of either kind.
-fn find_adapter(named: &Path) -> Result<PathBuf> {
+pub(super) fn find_adapter(named: &Path) -> Result<PathBuf> {
     let is_adapter = |dir: &Path| dir.join("adapter_config.json").exists();
     if is_adapter(named) {
         return Ok(named.into());

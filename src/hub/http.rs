@@ -121,6 +121,10 @@ impl Hub {
 
 /// A `Location`, which may be a path on the same server.
 fn absolute(location: &str, url: &str) -> String {
+    if let Some(other) = location.strip_prefix("//") {
+        let scheme = url.split_once("//").map_or("https:", |(scheme, _)| scheme);
+        return format!("{scheme}//{other}");
+    }
     if !location.starts_with('/') {
         return location.into();
     }
@@ -192,5 +196,6 @@ mod tests {
     fn redirects_may_be_paths() {
         assert_eq!(absolute("/b?c", "http://x:1/a/d"), "http://x:1/b?c");
         assert_eq!(absolute("https://y/b", "http://x/a"), "https://y/b");
+        assert_eq!(absolute("//y/b", "http://x/a"), "http://y/b");
     }
 }
