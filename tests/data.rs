@@ -594,7 +594,10 @@ fn the_last_step_is_short_and_its_last_micro_batch_padded() {
         Some(1),
         VOCAB,
         usize::MAX,
-        &mut |rows| read = rows,
+        &mut |rows| {
+            read = rows;
+            Ok(())
+        },
     )
     .unwrap();
     assert_eq!((read, loader.remaining_steps(), loader.epoch()), (5, Some(2), 0));

@@ -6,7 +6,9 @@ use std::fmt::{self, Display, Formatter};
 use burn::tensor::DType;
 
 use super::ranks::{Ranks, World};
+use super::resume::Begun;
 use super::setup;
+use super::sft::StopFlag;
 use crate::config::{OptimKind, Plan, SftConfig};
 use crate::data::DataReport;
 use crate::device::{Selected, compute_dtype};
@@ -51,9 +53,10 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
     let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
     let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
     warnings.0.extend(sizes.warnings.iter().cloned());
-    let data = setup::data(config, &base, &hf, &Ranks::alone(), &mut warnings)?;
+    let data = setup::data(config, &base, &hf, &Ranks::alone(), &mut warnings, &StopFlag::default())?;
     let report = data.loader.report().clone();
-    plan.total_steps((report.rows > 0).then(|| report.steps_per_epoch()))?;
+    let steps = setup::last_step(config, &data.loader, 0);
+    setup::schedule(config, &Begun::default(), steps)?;
     Ok(Checked {
         model: format!(
             "{} on {} in {}",
@@ -63,7 +66,7 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
         ),
         memory: Memory::estimate(&hf, sizes.counts, load(config, &plan, dtype)),
         sizes,
-        steps: setup::last_step(config, &data.loader, 0),
+        steps,
         data: report,
         seq_len: plan.seq_len,
         free: free_bytes(&selected),
@@ -164,7 +167,7 @@ impl Checked {
             data.packed_rows, self.seq_len
         )?;
         let epoch = data.steps_per_epoch();
-        let epochs = self.steps as f64 / epoch.max(1) as f64;
+        let epochs = data.epochs(self.steps);
         writeln!(f, "  steps       {epoch} an epoch, {} in all ({epochs:.1} epochs)", self.steps)
     }
 

@@ -91,6 +91,7 @@ pub(super) fn data(
     model: &HfConfig,
     ranks: &Ranks,
     report: &mut dyn Report,
+    stop: &StopFlag,
 ) -> Result<Data> {
     let vocab_size = model.vocab_size;
     let longest = config.model.max_position_embeddings.unwrap_or(model.max_position_embeddings);
@@ -100,7 +101,11 @@ pub(super) fn data(
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
             // The order of the data depends on `data.seed` alone.
-            let mut progress = |rows| report.progress("reading rows", rows, 0);
+            let mut progress = |rows| {
+                report.progress("reading rows", rows, 0);
+                // Several ranks stop at a point that all of them come to.
+                if ranks.count() == 1 { go_on(config, ranks, stop) } else { Ok(()) }
+            };
             let (seed, epochs) = (0, config.num_epochs);
             Loader::with_progress(data, tokenizer.clone(), seed, epochs, vocab_size, longest, &mut progress)?
         }
@@ -310,6 +315,10 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
     for batch in batches {
         for w in batch.cu_seqlens.windows(2) {
             let range = w[0] as usize..w[1] as usize;
+            if range.clone().all(|t| batch.input_ids[t] == 0 && !batch.loss_mask[t]) {
+                // Padding.
+                continue;
+            }
             // Position t predicts token t + 1, so that is the token the mask is about.
             let mask = range.clone().map(|t| t > range.start && batch.loss_mask[t - 1]).collect();
             let parts = tokenizer.parts(&Sample { ids: batch.input_ids[range].to_vec(), mask })?;

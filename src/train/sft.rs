@@ -143,7 +143,7 @@ impl<'a> Run<'a> {
         go_on(config, &ranks, stop)?;
         let setup::Loaded { base, mut model, mut details } = setup::model(config, plan, &selected, report)?;
         go_on(config, &ranks, stop)?;
-        let mut data = setup::data(config, &base, model.config(), &ranks, report)?;
+        let mut data = setup::data(config, &base, model.config(), &ranks, report, stop)?;
         details.push(setup::describe_data(&data.loader));
         let mut optimizer = setup::optimizer(config, &model, &ranks);
 

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys as cu;
@@ -15,6 +15,7 @@ use cudarc::nvrtc::sys as nvrtc;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use super::driver::{Side, must};
+use crate::folders;
 
 /// The files of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -270,24 +271,15 @@ fn cubin(source: &str, arch: &str, defines: &[String]) -> Vec<u8> {
     unsafe { nvrtc::nvrtcVersion(&mut major, &mut minor) };
     let what = format!("{source}\n{}\n{major}.{minor}", flags.join(" "));
     let name = format!("{:032x}.cubin", xxh3_128(what.as_bytes()));
-    let path = folder().map(|folder| folder.join(name));
-    if let Some(cubin) = path.as_deref().and_then(read) {
+    let path = folders::cache().join("kernels").join(name);
+    if let Some(cubin) = read(&path) {
         return cubin;
     }
     let cubin = compile(source, &flags);
-    if let Some(path) = path
-        && let Err(error) = write(&path, &cubin)
-    {
+    if let Err(error) = write(&path, &cubin) {
         tracing::warn!("compiled kernels can't be kept in {}: {error}", path.display());
     }
     cubin
-}
-
-/// `$XDG_CACHE_HOME/embertune/kernels`, else below `~/.cache`.
-fn folder() -> Option<PathBuf> {
-    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
-    Some(cache.join("embertune/kernels"))
 }
 
 /// The cubin, if its checksum is right.
