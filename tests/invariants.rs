@@ -214,7 +214,7 @@ fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
     assert_ne!(loss(1, 0), loss(2, 0));
     assert_ne!(loss(1, 0), loss(1, 24));
     let held_out = |model: &Decoder| {
-        embertune::train::eval::held_out_loss(model, &[batch(3, true)], &Ranks::alone()).unwrap()
+        embertune::train::eval::held_out_loss(model, [Ok(batch(3, true))], &Ranks::alone()).unwrap()
     };
     assert_eq!(held_out(&model).to_bits(), held_out(&with_lora(0.0)).to_bits());
 }
@@ -222,8 +222,10 @@ fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
 #[test]
 fn held_out_loss_is_the_mean_over_all_tokens_not_over_batches() {
     let model = with_lora(0.0);
-    let held_out =
-        |batches: &[Batch]| embertune::train::eval::held_out_loss(&model, batches, &Ranks::alone()).unwrap();
+    let held_out = |batches: &[Batch]| {
+        embertune::train::eval::held_out_loss(&model, batches.iter().cloned().map(Ok), &Ranks::alone())
+            .unwrap()
+    };
     let (many, few) = (batch(3, true), {
         let mut few = batch(40, true);
         few.loss_mask = (0..24).map(|i| i == 5).collect();

@@ -472,6 +472,36 @@ fn peak_mib(mut command: Command) -> f64 {
     peak
 }
 
+/// One column `text`, in row groups of 64 MiB.
+#[cfg(target_os = "linux")]
+fn write_parquet(path: &Path, rows: &[String], bytes: usize) -> String {
+    use parquet::basic::Compression;
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::{properties::WriterProperties, writer::SerializedFileWriter};
+    let schema =
+        parquet::schema::parser::parse_message_type("message rows { REQUIRED BYTE_ARRAY text (UTF8); }");
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let file = File::create(path).unwrap();
+    let mut writer =
+        SerializedFileWriter::new(file, Arc::new(schema.unwrap()), Arc::new(properties)).unwrap();
+    let (mut rows, mut left) = (rows.iter().cycle(), bytes);
+    while left > 0 {
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let mut room = left.min(64 << 20);
+        while room > 0 {
+            let some: Vec<ByteArray> = rows.by_ref().take(100).map(|row| row.as_str().into()).collect();
+            let written: usize = some.iter().map(ByteArray::len).sum();
+            column.typed::<ByteArrayType>().write_batch(&some, None, None).unwrap();
+            (room, left) = (room.saturating_sub(written), left.saturating_sub(written));
+        }
+        column.close().unwrap();
+        group.close().unwrap();
+    }
+    writer.close().unwrap();
+    path.file_name().unwrap().to_string_lossy().into_owned()
+}
+
 /// `EMBERTUNE_LARGE_DATA_MB=2048` and `EMBERTUNE_LARGE_DATA_ROWS=FILE.jsonl` make it the large case, with real chats.
 #[test]
 #[cfg(target_os = "linux")]
@@ -504,8 +534,11 @@ fn the_size_of_a_file_never_shows_in_memory() {
         name.to_string()
     };
     let small = peak(&write("small.jsonl", 100_000));
-    for name in ["large.jsonl", "large.json", "large.jsonl.zst"] {
-        let file = write(name, megabytes << 20);
+    for name in ["large.jsonl", "large.json", "large.jsonl.zst", "large.parquet"] {
+        let file = match name.ends_with("parquet") {
+            true => write_parquet(&run.path(name), &rows, megabytes << 20),
+            false => write(name, megabytes << 20),
+        };
         let clock = Instant::now();
         let large = peak(&file);
         let seconds = clock.elapsed().as_secs_f64();

@@ -2,8 +2,8 @@
 //! character: the same ids and offsets, faster and in a fraction of the memory.
 //!
 //! Added tokens and words are found here; the tokens of a word come from the library's own BPE and are
-//! remembered. A tokenizer of another kind, and a text that isn't in NFC where that is asked for, are the
-//! library's to encode.
+//! remembered. What lies between two added tokens is encoded by the library where it would be normalised, and so
+//! is everything where the tokenizer is of another kind.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,8 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::split::SplitPattern;
 use tokenizers::utils::SysRegex;
 use tokenizers::{
-    Model, ModelWrapper, NormalizerWrapper, Offsets, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer,
+    Model, ModelWrapper, NormalizerWrapper, Offsets, PreTokenizerWrapper, Result, SplitDelimiterBehavior,
+    Tokenizer,
 };
 use unicode_normalization_alignments::is_nfc;
 
@@ -68,24 +69,26 @@ impl ByteLevel {
         Some(Self { added, added_ids, wants_nfc, splits, letters, idle: Mutex::default() })
     }
 
-    /// Ids and byte ranges as [`Tokenizer::encode`] gives them; `None` if it has to be asked.
-    pub fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Option<(Vec<u32>, Vec<Offsets>)> {
-        if self.wants_nfc && !text.is_ascii() && !is_nfc(text) {
-            return None;
-        }
-        let bpe = bpe(tokenizer)?;
+    /// Ids and byte ranges as [`Tokenizer::encode`] gives them for the `tokenizer` that this was made of.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Result<(Vec<u32>, Vec<Offsets>)> {
+        let bpe = bpe(tokenizer).ok_or("not the tokenizer that was taken apart")?;
         let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let words = idle().pop().unwrap_or_default();
-        let mut encoding = Encoding { of: self, bpe, text, words, ids: Vec::new(), offsets: Vec::new() };
+        let (ids, offsets) = (Vec::with_capacity(text.len() / 4), Vec::with_capacity(text.len() / 4));
+        let mut encoding = Encoding { of: self, tokenizer, bpe, text, words, ids, offsets };
         let done = encoding.run();
         idle().push(encoding.words);
-        done.then_some((encoding.ids, encoding.offsets))
+        done.map(|()| (encoding.ids, encoding.offsets))
     }
 }
 
 /// A text on its way.
 struct Encoding<'a> {
     of: &'a ByteLevel,
+    tokenizer: &'a Tokenizer,
     bpe: &'a BPE,
     text: &'a str,
     words: Words,
@@ -94,54 +97,64 @@ struct Encoding<'a> {
 }
 
 impl Encoding<'_> {
-    /// `false` if the library failed.
-    fn run(&mut self) -> bool {
-        self.ids.reserve(self.text.len() / 4);
-        self.offsets.reserve(self.text.len() / 4);
+    fn run(&mut self) -> Result<()> {
         let (of, text) = (self.of, self.text);
         let mut from = 0;
         for found in of.added.iter().flat_map(|added| added.find_iter(text)) {
-            if !self.words_of(from, found.start(), 0) {
-                return false;
-            }
+            self.part(from, found.start())?;
             self.ids.push(of.added_ids[found.pattern().as_usize()]);
             self.offsets.push((found.start(), found.end()));
             from = found.end();
         }
-        self.words_of(from, text.len(), 0)
+        self.part(from, text.len())
+    }
+
+    /// What lies between two added tokens: the library treats it by itself as well.
+    fn part(&mut self, from: usize, to: usize) -> Result<()> {
+        let part = &self.text[from..to];
+        if self.of.wants_nfc && !part.is_ascii() && !is_nfc(part) {
+            let encoded = self.tokenizer.encode(part, false)?;
+            self.ids.extend_from_slice(encoded.get_ids());
+            self.offsets.extend(encoded.get_offsets().iter().map(|(a, b)| (from + a, from + b)));
+            return Ok(());
+        }
+        self.words_of(from, to, 0)
     }
 
     /// A part of the text, to be cut by the splits from number `split` on.
-    fn words_of(&mut self, from: usize, to: usize, split: usize) -> bool {
+    fn words_of(&mut self, from: usize, to: usize, split: usize) -> Result<()> {
         let part = &self.text[from..to];
         let of = self.of;
         let mut done = from;
         let mut matched = |this: &mut Self, start: usize, end: usize| {
-            let gap = done;
-            done = end;
-            (gap == start || this.words_of(gap, start, split + 1))
-                && (start == end || this.words_of(start, end, split + 1))
-        };
-        let whole = match of.splits.get(split) {
-            None => return part.is_empty() || self.word(from, to),
-            Some(Split::Regex(regex)) => {
-                regex.find_iter(part).all(|(start, end)| matched(self, from + start, from + end))
+            let gap = std::mem::replace(&mut done, end);
+            if gap < start {
+                this.words_of(gap, start, split + 1)?;
             }
-            Some(Split::Digits) => part
-                .char_indices()
-                .filter(|(_, c)| c.is_numeric())
-                .all(|(at, c)| matched(self, from + at, from + at + c.len_utf8())),
+            if start < end { this.words_of(start, end, split + 1) } else { Ok(()) }
         };
-        whole && (done == to || self.words_of(done, to, split + 1))
+        match of.splits.get(split) {
+            None if part.is_empty() => return Ok(()),
+            None => return self.word(from, to),
+            Some(Split::Regex(regex)) => {
+                let mut matches = regex.find_iter(part);
+                matches.try_for_each(|(start, end)| matched(self, from + start, from + end))?;
+            }
+            Some(Split::Digits) => {
+                let mut digits = part.char_indices().filter(|(_, c)| c.is_numeric());
+                digits.try_for_each(|(at, c)| matched(self, from + at, from + at + c.len_utf8()))?;
+            }
+        }
+        if done < to { self.words_of(done, to, split + 1) } else { Ok(()) }
     }
 
-    fn word(&mut self, from: usize, to: usize) -> bool {
+    fn word(&mut self, from: usize, to: usize) -> Result<()> {
         let word = &self.text[from..to];
         if let Some(tokens) = self.words.get(word) {
             add(&mut self.ids, &mut self.offsets, self.text, from, tokens);
-            return true;
+            return Ok(());
         }
-        let Some(tokens) = self.tokens_of(word) else { return false };
+        let tokens = self.tokens_of(word)?;
         add(&mut self.ids, &mut self.offsets, self.text, from, &tokens);
         if word.len() <= MEMORABLE_BYTES {
             if self.words.len() >= REMEMBERED {
@@ -149,15 +162,15 @@ impl Encoding<'_> {
             }
             self.words.insert(word.into(), tokens);
         }
-        true
+        Ok(())
     }
 
     /// The library's answer.
-    fn tokens_of(&self, word: &str) -> Option<Box<[(u32, u32)]>> {
+    fn tokens_of(&self, word: &str) -> Result<Box<[(u32, u32)]>> {
         let letters: String = word.bytes().map(|byte| self.of.letters[usize::from(byte)]).collect();
-        let tokens = self.bpe.tokenize(&letters).ok()?;
+        let tokens = self.bpe.tokenize(&letters)?;
         let bytes = |(start, end): Offsets| letters[start..end].chars().count() as u32;
-        Some(tokens.iter().map(|token| (token.id, bytes(token.offsets))).collect())
+        Ok(tokens.iter().map(|token| (token.id, bytes(token.offsets))).collect())
     }
 }
 
@@ -279,18 +292,11 @@ mod tests {
         all
     }
 
-    fn check(name: &str, tokenizer: &Tokenizer, text: &str) -> bool {
-        let fast = ByteLevel::of(tokenizer).unwrap_or_else(|| panic!("{name} is byte-level"));
-        compare(name, tokenizer, &fast, text)
-    }
-
-    /// Whether the fast way took it.
-    fn compare(name: &str, tokenizer: &Tokenizer, fast: &ByteLevel, text: &str) -> bool {
+    fn compare(name: &str, tokenizer: &Tokenizer, fast: &ByteLevel, text: &str) {
         let want = tokenizer.encode(text, false).unwrap();
-        let Some((ids, offsets)) = fast.encode(tokenizer, text) else { return false };
+        let (ids, offsets) = fast.encode(tokenizer, text).unwrap();
         assert_eq!(ids, want.get_ids(), "{name}: {text:?}");
         assert_eq!(offsets, want.get_offsets(), "{name}: {text:?}");
-        true
     }
 
     #[test]
@@ -345,8 +351,7 @@ mod tests {
         };
         for (name, tokenizer) in tokenizers() {
             let fast = ByteLevel::of(&tokenizer).unwrap_or_else(|| panic!("{name} is byte-level"));
-            let mut taken = 0;
-            for round in 0..3_000 {
+            for round in 0..2_000 {
                 let mut text = String::new();
                 for _ in 0..next(24) {
                     match next(8) {
@@ -358,9 +363,8 @@ mod tests {
                         _ => text.push_str(PARTS[next(PARTS.len())]),
                     }
                 }
-                taken += usize::from(compare(name, &tokenizer, &fast, &text));
+                compare(name, &tokenizer, &fast, &text);
             }
-            assert!(taken > 700, "{name}: only {taken} texts went the fast way");
         }
     }
 
@@ -383,13 +387,12 @@ mod tests {
         let fast = ByteLevel::of(&tokenizer).unwrap();
         let many: String =
             (0..REMEMBERED + 10).map(|i| format!("{}x{}y", char::from(b'a' + (i % 26) as u8), i)).collect();
-        assert!(compare(name, &tokenizer, &fast, &many));
+        compare(name, &tokenizer, &fast, &many);
         let text = "w".repeat(MEMORABLE_BYTES + 1);
         for _ in 0..2 {
-            assert!(compare(name, &tokenizer, &fast, &text));
+            compare(name, &tokenizer, &fast, &text);
         }
-        assert!(check(name, &tokenizer, ""));
-        assert!(!check(name, &tokenizer, "e\u{301}"), "what isn't in NFC is the library's");
+        compare(name, &tokenizer, &fast, "");
     }
 
     #[test]

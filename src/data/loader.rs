@@ -313,32 +313,42 @@ impl Loader {
     }
 }
 
-/// Batches of a held-out set, and what was read.
+/// A held-out set, read anew for each use.
 #[derive(Debug, Clone)]
 pub struct Validation {
-    /// One pass, not shuffled, the last row included.
-    pub batches: Vec<Batch>,
+    feed: Feed,
     /// What was read.
     pub report: DataReport,
 }
 
-/// One pass over held-out data, not shuffled and with its tail.
+impl Validation {
+    /// One pass, not shuffled, the last row included.
+    ///
+    /// # Errors
+    /// Each item: the tokens can't be read any more.
+    pub fn batches(&self) -> impl Iterator<Item = Result<Batch>> + use<> {
+        let mut feed = self.feed.clone();
+        std::iter::from_fn(move || feed.next_step().transpose()).flat_map(|step| match step {
+            Ok(batches) => batches.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error)],
+        })
+    }
+}
+
+/// Reads and tokenises a held-out set.
 ///
 /// # Errors
-/// As [`Loader::new`].
+/// As [`Loader::with_progress`].
 pub fn validation_batches(
     data: &SftDataConfig,
     tokenizer: Arc<ChatTokenizer>,
     vocab_size: usize,
     max_document: usize,
+    progress: &mut dyn FnMut(usize) -> Result<()>,
 ) -> Result<Validation> {
     let data = SftDataConfig { shuffle: false, ..data.clone() };
-    let mut loader = Loader::new(&data, tokenizer, 0, Some(1), vocab_size, max_document)?;
-    let mut batches = Vec::new();
-    while let Some(step) = loader.next_step()? {
-        batches.extend(step);
-    }
-    Ok(Validation { batches, report: loader.report })
+    let loader = Loader::with_progress(&data, tokenizer, 0, Some(1), vocab_size, max_document, progress)?;
+    Ok(Validation { feed: loader.feed, report: loader.report })
 }
 
 /// Two seeds into one that depends on both.

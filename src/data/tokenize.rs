@@ -275,19 +275,14 @@ impl ChatTokenizer {
 
     /// Ids, and byte ranges of the text as it was before normalisation.
     fn tokenise(&self, text: &str) -> Result<(Vec<u32>, Vec<Offsets>), Fault> {
-        if let Some(encoded) = self.bytes.as_ref().and_then(|bytes| bytes.encode(&self.tokenizer, text)) {
-            return Ok(encoded);
-        }
-        self.tokenise_plainly(text)
-    }
-
-    /// As `tokenizers` does it.
-    fn tokenise_plainly(&self, text: &str) -> Result<(Vec<u32>, Vec<Offsets>), Fault> {
-        let encoding = self
-            .tokenizer
-            .encode(text, false)
-            .map_err(|e| Fault::new(format!("the tokenizer failed: {e}"), ""))?;
-        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+        let encoded = match &self.bytes {
+            Some(bytes) => bytes.encode(&self.tokenizer, text),
+            None => self
+                .tokenizer
+                .encode(text, false)
+                .map(|encoding| (encoding.get_ids().to_vec(), encoding.get_offsets().to_vec())),
+        };
+        encoded.map_err(|e| Fault::new(format!("the tokenizer failed: {e}"), ""))
     }
 
     /// The text of ids.

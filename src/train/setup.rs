@@ -14,7 +14,7 @@ use super::sft::StopFlag;
 use super::step::StepOptions;
 use crate::checkpoint::{RunFolder, Start};
 use crate::config::{DataConfig, Plan, SftConfig};
-use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
+use crate::data::{Batch, ChatTokenizer, Loader, Sample, Validation, validation_batches};
 use crate::device::{Selected, compute_dtype, hardware_name, select};
 use crate::error::Problem;
 use crate::model::{Decoder, HfConfig, LoraSpec, untrained_tokens};
@@ -81,8 +81,8 @@ pub(super) struct Data {
     /// `None` with made-up tokens.
     pub tokenizer: Option<Arc<ChatTokenizer>>,
     pub loader: Loader,
-    /// The held-out set; empty without `[val]`.
-    pub val: Vec<Batch>,
+    /// The held-out set, with `[val]`.
+    pub val: Option<Validation>,
 }
 
 pub(super) fn data(
@@ -98,36 +98,33 @@ pub(super) fn data(
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
     let tokenizer =
         if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
+    let mut progress = |rows| {
+        report.progress("reading rows", rows, 0);
+        // Several ranks stop at a point that all of them come to.
+        if ranks.count() == 1 { go_on(config, ranks, stop) } else { Ok(()) }
+    };
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
             // The order of the data depends on `data.seed` alone.
-            let mut progress = |rows| {
-                report.progress("reading rows", rows, 0);
-                // Several ranks stop at a point that all of them come to.
-                if ranks.count() == 1 { go_on(config, ranks, stop) } else { Ok(()) }
-            };
             let (seed, epochs) = (0, config.num_epochs);
             Loader::with_progress(data, tokenizer.clone(), seed, epochs, vocab_size, longest, &mut progress)?
         }
         (DataConfig::Fake(data), _) => Loader::fake(data, vocab_size)?,
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
-    loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
-    if let Some(tokenizer) = tokenizer.as_ref().filter(|_| loader.report().has_chats()) {
-        untrained_chat_tokens(config, base, tokenizer)?
-            .into_iter()
-            .for_each(|w| report.event(&Event::Warning(w)));
-    }
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
-            let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
-            for warning in held_out.report.warnings() {
-                report.event(&Event::Warning(format!("held-out data: {warning}")));
-            }
-            held_out.batches
+            Some(validation_batches(&val.data, tokenizer.clone(), vocab_size, longest, &mut progress)?)
         }
-        _ => Vec::new(),
+        _ => None,
     };
+    let mut warnings = loader.report().warnings();
+    if let Some(tokenizer) = tokenizer.as_ref().filter(|_| loader.report().has_chats()) {
+        warnings.extend(untrained_chat_tokens(config, base, tokenizer)?);
+    }
+    let held_out = val.iter().flat_map(|val| val.report.warnings());
+    warnings.extend(held_out.map(|warning| format!("held-out data: {warning}")));
+    warnings.into_iter().for_each(|w| report.event(&Event::Warning(w)));
     Ok(Data { tokenizer, loader: loader.shared(ranks.rank(), ranks.count()), val })
 }
 

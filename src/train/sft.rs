@@ -26,7 +26,7 @@ use super::setup::{self, go_on};
 use super::step::{StepOptions, forward_backward};
 use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
-use crate::data::Batch;
+use crate::data::{Batch, Validation};
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
@@ -324,7 +324,8 @@ impl<'a> Run<'a> {
 
     fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
         let clock = Instant::now();
-        let loss = held_out_loss(&self.model, &self.data.val, &self.ranks)?;
+        let batches = self.data.val.iter().flat_map(Validation::batches);
+        let loss = held_out_loss(&self.model, batches, &self.ranks)?;
         let seconds = clock.elapsed().as_secs_f64();
         report.event(&Event::Validation { step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
