@@ -551,7 +551,8 @@ fn the_size_of_a_file_never_shows_in_memory() {
     }
 }
 
-/// Tokens a second of reading, tokenising and packing: `EMBERTUNE_SPEED_DATA` with the real Qwen3 tokenizer.
+/// Tokens a second of reading, tokenising and packing: `EMBERTUNE_SPEED_DATA` with the real Qwen3 tokenizer;
+/// with `EMBERTUNE_SPEED_CACHE`, a folder, tokens are kept there.
 #[test]
 #[ignore = "a measurement"]
 #[cfg(target_os = "linux")]
@@ -559,7 +560,9 @@ fn speed() {
     let dir = std::env::var("EMBERTUNE_QWEN3_TOKENIZER").expect("EMBERTUNE_QWEN3_TOKENIZER");
     let name = std::env::var("EMBERTUNE_SPEED_DATA").expect("EMBERTUNE_SPEED_DATA");
     let tokenizer = Arc::new(ChatTokenizer::load(Path::new(&dir), &TokenizerConfig::default()).unwrap());
-    let data = SftDataConfig { name, seq_len: 4096, batch_size: 8, cache: false, ..Default::default() };
+    let cache_dir = std::env::var_os("EMBERTUNE_SPEED_CACHE").map(PathBuf::from);
+    let cache = cache_dir.is_some();
+    let data = SftDataConfig { name, seq_len: 4096, batch_size: 8, cache, cache_dir, ..Default::default() };
     let vocab = tokenizer.vocab_size();
     let (clock, cpu) = (Instant::now(), cpu_seconds());
     let mut loader = Loader::new(&data, tokenizer, 0, Some(1), vocab, 4096).unwrap();

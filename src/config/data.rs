@@ -59,7 +59,8 @@ data_table! {
         /// Which roles are trained.
         loss_mask: LossMaskConfig = LossMaskConfig::default();
         /// Keep the tokens of large data (4 MiB and more), for the next run on the same files with the same tokenizer and
-        /// settings. What nobody used for 30 days is removed.
+        /// settings. What nobody used for 30 days is removed. All others lie in the folder for temporary files (`TMPDIR`)
+        /// while the run lives: four bytes a token.
         cache: bool = true;
         /// Where they are kept, small ones too. `None` is `$XDG_CACHE_HOME/embertune/tokens`, or below `~/.cache`.
         cache_dir: Option<PathBuf> = None;

@@ -24,6 +24,7 @@ const WORTH_KEEPING: u64 = 4 << 20;
 /// What nobody has used for so long is removed when something new is written.
 const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
 const ENDING: &str = "tokens";
+const UNFINISHED: &str = "unfinished";
 
 /// Told the rows that were read, often; an error ends what is being done.
 pub(super) type Progress<'a, 'b> = &'a mut (dyn FnMut(usize) -> Result<()> + 'b);
@@ -50,13 +51,34 @@ pub(super) fn store(origin: &Origin, progress: Progress, make: Make) -> Result<(
     };
     let before = stamps(origin)?;
     let name = format!("{:032x}", key(origin, progress)?);
-    match in_folder(&folder, &name, progress, make, &mut || Ok(stamps(origin)? == before))? {
-        Ok((store, note)) => Ok((store, note)),
-        Err(why) => {
+    match in_folder(&folder, &name, progress, make, &mut || Ok(stamps(origin)? == before)) {
+        Ok(found) => Ok(found),
+        Err(Trouble::Run(error)) => Err(error),
+        Err(Trouble::Folder(why)) => {
             let (folder, hint) = (folder.display(), "`[data] cache_dir` names another folder");
             let note = format!("the tokens can't be kept in `{folder}`: {why}; {hint}, `cache = false` none");
             Ok((temporary(progress, make)?, Some(note)))
         }
+    }
+}
+
+/// Why there is no store.
+enum Trouble {
+    /// The folder can't be used.
+    Folder(io::Error),
+    /// Whatever else ends the run.
+    Run(Error),
+}
+
+impl From<Error> for Trouble {
+    fn from(error: Error) -> Self {
+        Trouble::Run(error)
+    }
+}
+
+impl From<io::Error> for Trouble {
+    fn from(error: io::Error) -> Self {
+        Trouble::Folder(error)
     }
 }
 
@@ -87,56 +109,48 @@ fn temporary(progress: Progress, make: Make) -> Result<Store> {
     make(Writer::new(file, &std::env::temp_dir()), progress)
 }
 
-/// The store by that name; the inner error says why the folder is of no use.
+/// The store by that name, and a warning.
 fn in_folder(
     folder: &Path,
     name: &str,
     progress: Progress,
     make: Make,
     unchanged: &mut dyn FnMut() -> Result<bool>,
-) -> Result<Result<(Store, Option<String>), String>> {
+) -> Result<(Store, Option<String>), Trouble> {
     let path = folder.join(format!("{name}.{ENDING}"));
     if let Ok(store) = find(&path, progress)? {
-        return Ok(Ok((store, None)));
+        return Ok((store, None));
     }
-    let _lock = match fs::create_dir_all(folder).map(|()| lock(&path.with_extension("lock"), progress)) {
-        Ok(Ok(lock)) => lock?,
-        Ok(Err(error)) | Err(error) => return Ok(Err(error.to_string())),
-    };
+    fs::create_dir_all(folder)?;
+    let _lock = lock(&path.with_extension("lock"), progress)?;
     // Someone else may have made it while this process waited.
     let note = match find(&path, progress)? {
-        Ok(store) => return Ok(Ok((store, None))),
+        Ok(store) => return Ok((store, None)),
         Err(note) => note,
     };
-    let unfinished = path.with_extension("unfinished");
-    let file = File::options().read(true).write(true).create(true).truncate(true).open(&unfinished);
-    let file = match file {
-        Ok(file) => file,
-        Err(error) => return Ok(Err(error.to_string())),
+    let unfinished = path.with_extension(UNFINISHED);
+    let store = make_at(&unfinished, progress, make);
+    let kept = match &store {
+        Ok(store) if unchanged()? => keep(store, &unfinished, &path),
+        Ok(_) => Err(io::Error::other("the data were written to while they were read")),
+        Err(_) => Ok(()),
     };
-    let made = make(Writer::new(file, &unfinished), progress);
-    let store = match made {
-        Ok(store) => store,
-        Err(error) => {
-            let _ = fs::remove_file(&unfinished);
-            return match error {
-                // No room for it, say.
-                Error::Io { path, source, .. } if path == unfinished => Ok(Err(source.to_string())),
-                other => Err(other),
-            };
-        }
-    };
-    if !unchanged()? {
+    if store.is_err() || kept.is_err() {
         let _ = fs::remove_file(&unfinished);
-        return Ok(Ok((store, Some("the data were written to while they were read".into()))));
     }
-    if let Err(error) = keep(&store, &unfinished, &path) {
-        let _ = fs::remove_file(&unfinished);
-        let note = format!("the tokens can't be kept in `{}`: {error}", folder.display());
-        return Ok(Ok((store, Some(note))));
-    }
+    let store = store?;
     remove_forgotten(folder);
-    Ok(Ok((store, note)))
+    let not_kept = kept.err().map(|why| format!("the tokens aren't kept in `{}`: {why}", folder.display()));
+    Ok((store, not_kept.or(note)))
+}
+
+fn make_at(path: &Path, progress: Progress, make: Make) -> Result<Store, Trouble> {
+    let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
+    make(Writer::new(file, path), progress).map_err(|error| match error {
+        // No room for it, say.
+        Error::Io { path: at, source, .. } if at == path => Trouble::Folder(source),
+        other => Trouble::Run(other),
+    })
 }
 
 /// What lies at `path`, or a warning about it.
@@ -169,23 +183,21 @@ fn keep(store: &Store, unfinished: &Path, path: &Path) -> io::Result<()> {
 }
 
 /// Holds the lock until it is dropped; whoever has it is waited for.
-fn lock(path: &Path, progress: Progress) -> io::Result<Result<File>> {
+fn lock(path: &Path, progress: Progress) -> Result<File, Trouble> {
     loop {
         let file = File::options().write(true).create(true).truncate(false).open(path)?;
         loop {
             match file.try_lock() {
                 Ok(()) => break,
-                Err(TryLockError::Error(error)) => return Err(error),
+                Err(TryLockError::Error(error)) => return Err(error.into()),
                 Err(TryLockError::WouldBlock) => {}
             }
-            if let Err(error) = progress(0) {
-                return Ok(Err(error));
-            }
+            progress(0)?;
             thread::sleep(Duration::from_millis(50));
         }
         // One that was removed in the meantime keeps nobody out.
         if same_file(&file, path) {
-            return Ok(Ok(file));
+            return Ok(file);
         }
     }
 }
@@ -210,8 +222,7 @@ fn remove_forgotten(folder: &Path) {
         Some(age > FORGOTTEN)
     };
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let ours =
-        |path: &Path| path.extension().is_some_and(|e| e == ENDING || e == "unfinished" || e == "lock");
+    let ours = |path: &Path| path.extension().is_some_and(|e| e == ENDING || e == UNFINISHED || e == "lock");
     for path in entries.filter(|path| ours(path) && forgotten(path) == Some(true)) {
         let lock = path.with_extension("lock");
         let Ok(file) = File::options().write(true).create(true).truncate(false).open(&lock) else { continue };
