@@ -605,7 +605,7 @@ fn ctrl_c_in_setup_changes_nothing() {
     let rows = std::fs::read_to_string(row.trim_start_matches("name = ").trim_matches('"')).unwrap();
     let rows = rows.trim_end().to_string() + "\n";
     dir.write("many.jsonl", &rows.repeat(200_000 / rows.lines().count()));
-    let mut child = dir.spawn(&["--data.name", "many.jsonl", "--log.json-logging"]);
+    let mut child = dir.spawn(&["--data.name", "many.jsonl", "--no-data.cache", "--log.json-logging"]);
     let mut lines = BufReader::new(child.stderr.take().unwrap());
     let mut text = String::new();
     while !text.contains("reading rows") {

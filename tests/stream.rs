@@ -380,7 +380,7 @@ fn of_several_processes_one_makes_the_tokens_and_the_others_wait() {
     // Someone who holds the lock is waited for, and what they made is taken.
     let hidden = kept[0].with_extension("hidden");
     fs::rename(&kept[0], &hidden).unwrap();
-    let lock = File::options().write(true).open(kept[0].with_extension("lock")).unwrap();
+    let lock = File::create(kept[0].with_extension("lock")).unwrap();
     lock.lock().unwrap();
     let mut waiting = start();
     sleep(Duration::from_millis(700));
@@ -391,6 +391,7 @@ fn of_several_processes_one_makes_the_tokens_and_the_others_wait() {
     let ran = Ran::of(waiting.wait_with_output().unwrap()).succeeds();
     assert_eq!(data_of(&ran), data_of(&said[0]));
     assert_eq!(fs::metadata(&kept[0]).unwrap().len(), want);
+    assert_eq!(fs::read_dir(folder.cache()).unwrap().count(), 1, "no lock is left behind");
 }
 
 #[test]

@@ -25,6 +25,7 @@ const WORTH_KEEPING: u64 = 4 << 20;
 const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
 const ENDING: &str = "tokens";
 const UNFINISHED: &str = "unfinished";
+const LOCK: &str = "lock";
 
 /// Told the rows that were read, often; an error ends what is being done.
 pub(super) type Progress<'a, 'b> = &'a mut (dyn FnMut(usize) -> Result<()> + 'b);
@@ -122,7 +123,7 @@ fn in_folder(
         return Ok((store, None));
     }
     fs::create_dir_all(folder)?;
-    let _lock = lock(&path.with_extension("lock"), progress)?;
+    let _lock = lock(&path.with_extension(LOCK), progress)?;
     // Someone else may have made it while this process waited.
     let note = match find(&path, progress)? {
         Ok(store) => return Ok((store, None)),
@@ -182,22 +183,54 @@ fn keep(store: &Store, unfinished: &Path, path: &Path) -> io::Result<()> {
     }
 }
 
-/// Holds the lock until it is dropped; whoever has it is waited for.
-fn lock(path: &Path, progress: Progress) -> Result<File, Trouble> {
-    loop {
+/// A file that one process at a time holds; it goes with its holder.
+struct Lock {
+    file: File,
+    path: PathBuf,
+    held: bool,
+}
+
+impl Lock {
+    fn open(path: &Path) -> io::Result<Self> {
         let file = File::options().write(true).create(true).truncate(false).open(path)?;
-        loop {
-            match file.try_lock() {
-                Ok(()) => break,
-                Err(TryLockError::Error(error)) => return Err(error.into()),
-                Err(TryLockError::WouldBlock) => {}
-            }
+        Ok(Self { file, path: path.into(), held: false })
+    }
+
+    /// Whether nobody else holds it.
+    fn try_hold(&mut self) -> io::Result<bool> {
+        self.held = match self.file.try_lock() {
+            Ok(()) => true,
+            Err(TryLockError::WouldBlock) => false,
+            Err(TryLockError::Error(error)) => return Err(error),
+        };
+        Ok(self.held)
+    }
+
+    /// Whether others find it too: one that was removed keeps nobody out.
+    fn is_there(&self) -> bool {
+        same_file(&self.file, &self.path)
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Whoever waits for it sees that it is gone, and asks again. Elsewhere open files can't be removed.
+        if cfg!(unix) && self.held && self.is_there() {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Holds the lock until it is dropped; whoever has it is waited for.
+fn lock(path: &Path, progress: Progress) -> Result<Lock, Trouble> {
+    loop {
+        let mut lock = Lock::open(path)?;
+        while !lock.try_hold()? {
             progress(0)?;
             thread::sleep(Duration::from_millis(50));
         }
-        // One that was removed in the meantime keeps nobody out.
-        if same_file(&file, path) {
-            return Ok(file);
+        if lock.is_there() {
+            return Ok(lock);
         }
     }
 }
@@ -222,13 +255,11 @@ fn remove_forgotten(folder: &Path) {
         Some(age > FORGOTTEN)
     };
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let ours = |path: &Path| path.extension().is_some_and(|e| e == ENDING || e == UNFINISHED || e == "lock");
+    let ours = |path: &Path| path.extension().is_some_and(|e| e == ENDING || e == UNFINISHED || e == LOCK);
     for path in entries.filter(|path| ours(path) && forgotten(path) == Some(true)) {
-        let lock = path.with_extension("lock");
-        let Ok(file) = File::options().write(true).create(true).truncate(false).open(&lock) else { continue };
-        if file.try_lock().is_ok() && same_file(&file, &lock) {
+        let Ok(mut lock) = Lock::open(&path.with_extension(LOCK)) else { continue };
+        if lock.try_hold().is_ok_and(|held| held) && lock.is_there() {
             let _ = fs::remove_file(&path);
-            let _ = fs::remove_file(&lock);
         }
     }
 }

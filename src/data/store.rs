@@ -10,6 +10,7 @@
 //! Numbers are little-endian. What stands in the file is read with positioned reads: mapped pages would count
 //! as this process's memory.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
@@ -33,7 +34,6 @@ const TOKEN: u64 = 4;
 const BLOCK: usize = 64;
 
 /// Documents in a file.
-#[derive(Debug)]
 pub(super) struct Store {
     file: File,
     path: PathBuf,
@@ -131,6 +131,12 @@ impl From<io::Error> for Unusable {
             io::ErrorKind::UnexpectedEof => Unusable::Damaged,
             _ => Unusable::Unreadable(error),
         }
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} documents in {}", self.lengths.len(), self.path.display())
     }
 }
 
