@@ -93,11 +93,11 @@ fn all(x: Tensor<2>, layer: &DecoderLayer) -> Vec<Option<Any>> {
     all
 }
 
-/// Nodes of the parents on the tape, and which of them are tracked.
-pub type Parents = ([NodeGuard; PARENTS], Vec<bool>);
+/// The nodes of the operands, and which of them are tracked.
+pub type Nodes = ([NodeGuard; PARENTS], Vec<bool>);
 
-/// The operands, with the nodes of their tape if any is on one.
-pub fn take(x: Tensor<2>, layer: &DecoderLayer) -> (Operands, Option<Parents>) {
+/// The operands, with their nodes if any is on a tape.
+pub fn take(x: Tensor<2>, layer: &DecoderLayer) -> (Operands, Option<Nodes>) {
     let all = all(x, layer);
     if !all.iter().flatten().any(Any::is_autodiff) {
         return (Operands::new(all.into_iter().map(|x| x.map(Any::plain)).collect()), None);
