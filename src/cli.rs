@@ -13,6 +13,7 @@ use crate::report::{Both, Event, LineFormat, Plain, Report};
 use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
+mod bench;
 mod launch;
 mod lint;
 mod merge;
@@ -39,6 +40,12 @@ enum Command {
     /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
     Check {
         /// As for `sft`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Find out how fast `sft` would be: `bench @ run.toml`. Nothing is saved.
+    Bench {
+        /// As for `sft`; and `--steps N` (10), `--warmup N` (3), `--json FILE`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -86,6 +93,7 @@ pub fn run() -> u8 {
         }
         Command::Sft { args } => sft(&args, &mut format),
         Command::Check { args } => check(&args),
+        Command::Bench { args } => bench::bench(&args),
         Command::Preview { args } => preview::preview(&args),
         Command::Launch { ranks, args } => match launch::launch(ranks.into(), &args) {
             Ok(code) => return code,

@@ -225,6 +225,15 @@ pub fn hardware_name(device: &Device) -> Option<String> {
     };
 }
 
+/// Bytes that the process has reserved on the device, where it says.
+pub fn device_bytes(device: &Device) -> Option<u64> {
+    let burns = device.memory_pool_usage().map(|usage| usage.bytes_reserved);
+    #[cfg(feature = "cuda")]
+    return burns.map(|bytes| bytes + crate::ops::cuda::reserved_bytes(device));
+    #[cfg(not(feature = "cuda"))]
+    burns
+}
+
 /// The type that frozen weights have and layers compute in: `model.dtype`, where `auto` is bf16
 /// on CUDA and f32 elsewhere.
 ///

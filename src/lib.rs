@@ -25,7 +25,7 @@
 //! * [`device`]: from the `device` key to a device.
 //!
 //! Imports run one way: cli → train → checkpoint → {export, report} → model → data → {hub, device} →
-//! {ops, config} → error.
+//! {ops, config} → {folders, error}.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 
@@ -37,6 +37,7 @@ pub mod data;
 pub mod device;
 pub mod error;
 pub mod export;
+mod folders;
 pub mod hub;
 pub mod model;
 pub mod ops;

@@ -11,6 +11,10 @@ use embertune::ops::{self, AdamW, Documents, LoraPart, Rope, cuda, plain};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+#[path = "gpu/curve.rs"]
+mod curve;
+#[path = "gpu/layer.rs"]
+mod layer;
 #[path = "gpu/speed.rs"]
 mod speed;
 #[path = "gpu/timings.rs"]
@@ -342,6 +346,21 @@ fn ints(values: &[i32], device: &Device) -> Tensor<1, Int> {
 }
 
 #[test]
+fn embedding() {
+    for (t, v, e, spread) in [(5, 7, 64, 3), (3000, 400, 576, 97), (2500, 16, 2056, 1)] {
+        let ids: Vec<i32> = (0..t).map(|n| n * n % 1013 % spread % v).collect();
+        let inputs = [random((v * e) as usize, 1.0, 18)];
+        type Embedding = fn(Tensor<1, Int>, Tensor<2>) -> Tensor<2>;
+        let op = |f: Embedding| {
+            let ids = ids.clone();
+            move |x: &[Tensor<1>]| flat(f(ints(&ids, &x[0].device()), x[0].clone().reshape([v, e])))
+        };
+        let (fast, slow) = (op(ops::embedding), op(plain::embedding));
+        compare(&format!("embedding {t} of {v} × {e}"), &inputs, BOTH, &fast, &slow);
+    }
+}
+
+#[test]
 fn linear_cross_entropy() {
     for (t, e, v) in [(50, 64, 1003), (50, 68, 130), (400, 256, 30011)] {
         let rows: Vec<i32> = (0..t as i32).filter(|n| n % 3 != 1).collect();
@@ -396,7 +415,7 @@ fn adamw_and_sum_of_squares_over_many_tensors() {
             squares += sums.into_iter().map(|sum| f64::from(floats(sum)[0])).sum::<f64>();
             let steps: Vec<_> = (0..sizes.len()).map(|n| step(n, update)).collect();
             let tensors = params.into_iter().zip(moments).zip(grads).map(|((p, (m, v)), g)| [p, m, v, g]);
-            let updated = ops::adamw_of(tensors.collect(), &steps);
+            let updated = ops::adamw_of(tensors.collect(), &steps, None);
             params = updated.iter().map(|[p, ..]| p.clone()).collect();
             moments = updated.into_iter().map(|[_, m, v]| (m, v)).collect();
         }

@@ -1,5 +1,7 @@
 //! `[data]`: the tables of training data, of every source and form.
 
+use std::path::PathBuf;
+
 tagged! {
     /// The training data.
     pub enum DataConfig {
@@ -58,6 +60,12 @@ data_table! {
         seed: u64 = 0;
         /// Which roles are trained.
         loss_mask: LossMaskConfig = LossMaskConfig::default();
+        /// Keep the tokens of large data (4 MiB and more), for the next run on the same files with the same tokenizer and
+        /// settings. What nobody used for 30 days is removed. All others lie in the folder for temporary files (`TMPDIR`)
+        /// while the run lives: four bytes a token.
+        cache: bool = true;
+        /// Where they are kept, small ones too. `None` is `$XDG_CACHE_HOME/embertune/tokens`, or below `~/.cache`.
+        cache_dir: Option<PathBuf> = None;
     }
 }
 

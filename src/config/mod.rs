@@ -203,6 +203,9 @@ table! {
         weight_decay: f64 = 0.01, 0.0..;
         /// Largest norm of all gradients together; longer ones are scaled down. `None` leaves them.
         max_norm: Option<f64> = Some(1.0), 0.0..;
+        /// How many steps in a row may be skipped because their loss or gradient isn't finite. After one more the run
+        /// saves and stops.
+        max_skipped: usize = 3;
         ..kind: OptimKind;
     }
 }

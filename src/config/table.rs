@@ -223,6 +223,9 @@ macro_rules! choice {
         pub enum $name { $( $(#[doc = $doc])+ $variant ),+ }
 
         impl $name {
+            /// Every one of them.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
             /// The word as it stands in the file.
             pub fn as_str(&self) -> &'static str {
                 match self { $( Self::$variant => $word ),+ }

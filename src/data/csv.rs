@@ -7,8 +7,8 @@ use std::sync::Arc;
 use csv_core::ReadRecordResult;
 use serde_json::{Map, Value};
 
-use super::row::{Fault, Place, RawRow};
-use super::source::{Reader, Rows};
+use super::row::{Fault, Place};
+use super::source::{Reader, Rows, Unread};
 use crate::error::{Error, Result};
 
 /// The rows of a csv file; a row's place is the line on which it begins.
@@ -29,7 +29,7 @@ pub(super) fn rows(path: &Path, reader: Reader) -> Rows {
                 (Ok(names), None) => header = Some(names),
                 (Ok(fields), Some(names)) => {
                     let columns = object(names, fields).map_err(|fault| fault.at(&place));
-                    return Some(columns.map(|columns| RawRow { place, columns, padded_with_nulls: false }));
+                    return Some(columns.map(|columns| Unread::columns(place, columns, false)));
                 }
             }
         }
@@ -113,7 +113,10 @@ mod tests {
         std::fs::write(file.path(), text).unwrap();
         let rows = crate::data::source::open(file.path(), &ColumnsConfig::default()).unwrap();
         let shown = |e: crate::Error| e.to_string().split_once(".csv").unwrap().1.to_string();
-        rows.map(|row| row.map(|r| (r.place.row, Value::Object(r.columns))).map_err(shown)).collect()
+        rows.map(|row| {
+            row.and_then(|r| r.read()).map(|r| (r.place.row, Value::Object(r.columns))).map_err(shown)
+        })
+        .collect()
     }
 
     #[test]

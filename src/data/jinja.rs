@@ -48,6 +48,11 @@ fn now() -> OffsetDateTime {
     OffsetDateTime::now_local().unwrap_or_else(|_| OffsetDateTime::now_utc())
 }
 
+/// The date that `strftime_now` prints.
+pub(super) fn today() -> String {
+    now().date().to_string()
+}
+
 fn strftime(format: &str, when: OffsetDateTime) -> Result<String, Error> {
     let fault = |e: String| Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {e}"));
     let items = time::format_description::parse_strftime_owned(format).map_err(|e| fault(e.to_string()))?;

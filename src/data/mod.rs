@@ -11,27 +11,35 @@
 //! cu_seqlens      0                     7               12           16
 //! ```
 //!
-//! The way there: `read` takes files row by row (`source`, `csv`, `parquet`), brings each [`Row`] into one form
-//! (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`]); the
-//! [`Loader`] hands out packed batches (`pack`, `batch`) in an order that its seed decides (`order`). `show` is for people.
+//! The way there: `read` takes files row by row (`source`, `csv`, `json_list`, `parquet`), brings each [`Row`] into one
+//! form (`format`, `message`), renders it (`chat`, with `jinja` and `trace`) and tokenises it ([`ChatTokenizer`], `bytes`),
+//! on all cores and as a stream (`pipeline`), into a file (`store`) that may outlive the run (`cache`). The [`Loader`]
+//! reads them from there, and hands out packed batches (`pack`, `batch`, `ahead`) in an order that its seed decides
+//! (`order`). `show` is for people.
 
+mod ahead;
 mod batch;
+mod bytes;
+mod cache;
 mod chat;
 mod csv;
 mod fake;
 mod format;
 mod interleave;
 mod jinja;
+mod json_list;
 mod loader;
 mod message;
 mod order;
 mod pack;
 mod parquet;
+mod pipeline;
 mod read;
 mod report;
 mod row;
 mod show;
 mod source;
+mod store;
 mod tokenize;
 mod trace;
 

@@ -49,7 +49,7 @@ impl Order {
             Order::Epochs(epochs) => {
                 epochs.epoch = epoch;
                 epochs.position = position as usize;
-                epochs.shuffle();
+                epochs.shuffled.clear();
             }
             Order::Fake { next, .. } => *next = position,
         }
@@ -82,22 +82,23 @@ pub(super) struct Epochs {
     num_epochs: Option<u64>,
     epoch: u64,
     position: usize,
+    /// The epoch at hand; empty until it is needed.
     shuffled: Vec<u32>,
 }
 
 impl Epochs {
     /// `seed` `None` = in file order.
     pub fn new(lengths: Arc<[u32]>, listed: Arc<[u32]>, seed: Option<u64>, num_epochs: Option<u64>) -> Self {
-        let mut epochs =
-            Self { lengths, listed, seed, num_epochs, epoch: 0, position: 0, shuffled: Vec::new() };
-        epochs.shuffle();
-        epochs
+        Self { lengths, listed, seed, num_epochs, epoch: 0, position: 0, shuffled: Vec::new() }
     }
 
     fn next_document(&mut self) -> Option<Waiting> {
         if self.position == self.listed.len() && !self.is_last_epoch() {
             self.epoch += 1;
             self.position = 0;
+            self.shuffled.clear();
+        }
+        if self.shuffled.is_empty() {
             self.shuffle();
         }
         let id = *self.shuffled.get(self.position)?;
@@ -111,7 +112,6 @@ impl Epochs {
 
     /// Fisher–Yates with a generator of this epoch's own, so that any epoch can be sought at once.
     fn shuffle(&mut self) {
-        self.shuffled.clear();
         self.shuffled.extend_from_slice(&self.listed);
         let Some(seed) = self.seed else { return };
         let mut rng = generator(seed, self.epoch);

@@ -4,14 +4,15 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
+use parquet::file::metadata::{ParquetMetaData, RowGroupMetaData};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 
-use super::row::{Place, RawRow};
-use super::source::Rows;
+use super::row::Place;
+use super::source::{Rows, Unread};
 use crate::error::{Error, Result};
 
 /// Opens a parquet file; of its columns the `wanted` ones are read.
@@ -22,12 +23,23 @@ pub(super) fn rows(path: &Path, wanted: &[String]) -> Result<Rows> {
     let schema = reader.metadata().file_metadata().schema_descr().root_schema().clone();
     let projection = projection(&schema, wanted).map_err(fault)?;
     let file = Arc::new(path.to_path_buf());
-    let rows = RowIter::from_file_into(Box::new(reader)).project(projection).map_err(fault)?;
+    let at_once = rows_at_once(reader.metadata());
+    let rows = RowIter::from_file_into(Box::new(reader)).with_batch_size(at_once);
+    let rows = rows.project(projection).map_err(fault)?;
     Ok(Box::new(rows.enumerate().map(move |(i, row)| {
         let place = Place { file: file.clone(), row: i + 1 };
         let row = row.map_err(|e| Error::data(file.as_ref(), i + 1, format!("broken parquet: {e}"), ""))?;
-        Ok(RawRow { place, columns: group(&row), padded_with_nulls: true })
+        Ok(Unread::columns(place, group(&row), true))
     })))
+}
+
+/// How many rows are decoded at a time: about a megabyte of them.
+fn rows_at_once(metadata: &ParquetMetaData) -> usize {
+    const BYTES: i64 = 1 << 20;
+    const MOST: i64 = 1024;
+    let row_bytes = |group: &RowGroupMetaData| group.total_byte_size() / group.num_rows().max(1);
+    let largest = metadata.row_groups().iter().map(row_bytes).max().unwrap_or(1);
+    (BYTES / largest.max(1)).clamp(1, MOST) as usize
 }
 
 fn not_parquet(path: &Path, message: &str) -> Error {

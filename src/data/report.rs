@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
 use super::row::Place;
 use crate::config::DataFormat;
 
 /// Why a row isn't trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DropReason {
     /// No turn of a trained role, or an empty text.
     NothingTrained,
@@ -18,7 +20,7 @@ pub enum DropReason {
 }
 
 /// Rows with something in common, and the first of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counted {
     /// How many.
     pub rows: usize,
@@ -36,13 +38,14 @@ impl Counted {
 }
 
 /// What was read and what became of it: the numbers that `check` prints.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DataReport {
     /// The files, in the order read.
     pub files: Vec<PathBuf>,
     /// Rows read.
     pub rows: usize,
     /// Rows by format.
+    #[serde(serialize_with = "write_formats", deserialize_with = "read_formats")]
     pub formats: BTreeMap<DataFormat, usize>,
     /// Rows that aren't trained, by reason.
     pub dropped: BTreeMap<DropReason, Counted>,
@@ -53,6 +56,7 @@ pub struct DataReport {
     /// The length that documents are cut to.
     pub seq_len: usize,
     /// `long_documents`: which end of them is kept.
+    #[serde(skip)]
     pub(super) kept_end: &'static str,
     /// Documents kept.
     pub documents: usize,
@@ -66,16 +70,43 @@ pub struct DataReport {
     pub longest: usize,
     /// Packed rows of one epoch.
     pub packed_rows: usize,
-    /// Tokens in the full rows of one epoch over their places, the tail row apart; 1 without any.
+    /// Tokens in the rows of one epoch over their places; the tail row apart, unless it is the only one.
     pub fill: f64,
     /// `batch_size`.
+    #[serde(skip)]
     pub(super) batch_size: usize,
+    /// What became of the cache, if that wasn't as it should be.
+    #[serde(skip)]
+    pub(super) cache: Option<String>,
+}
+
+fn write_formats<S: Serializer>(
+    formats: &BTreeMap<DataFormat, usize>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(formats.iter().map(|(format, rows)| (format.as_str(), rows)))
+}
+
+fn read_formats<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<DataFormat, usize>, D::Error> {
+    let by_name = BTreeMap::<String, usize>::deserialize(deserializer)?;
+    let named = |(name, rows): (String, usize)| {
+        let format = DataFormat::ALL.iter().find(|format| format.as_str() == name);
+        let unknown = || serde::de::Error::custom(format!("no format is called `{name}`"));
+        Ok((*format.ok_or_else(unknown)?, rows))
+    };
+    by_name.into_iter().map(named).collect()
 }
 
 impl DataReport {
-    /// Optimizer steps of one epoch.
+    /// Optimizer steps of one epoch alone. Of several, one begins in the step in which the last ends: that makes
+    /// fewer (see [`DataReport::epochs`]).
     pub fn steps_per_epoch(&self) -> usize {
         self.packed_rows.div_ceil(self.batch_size.max(1))
+    }
+
+    /// Epochs in so many steps; less than one step is one epoch's where data are small.
+    pub fn epochs(&self, steps: usize) -> f64 {
+        (steps * self.batch_size) as f64 / self.packed_rows.max(1) as f64
     }
 
     /// The formats that rows were found in: "messages", "text (3), alpaca (4)".
@@ -136,6 +167,7 @@ impl DataReport {
                 "in no stop token that is trained: a model trained on them may not know when to stop",
             );
         }
+        warnings.extend(self.cache.clone());
         warnings
     }
 }

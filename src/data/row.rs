@@ -3,18 +3,32 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::config::{DataFormat, SftDataConfig};
 use crate::error::Error;
 
 /// Where a row stands: file and 1-based line (jsonl) or row (parquet).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "(PathBuf, usize)", from = "(PathBuf, usize)")]
 pub struct Place {
     /// The file.
     pub file: Arc<PathBuf>,
     /// 1-based line or row.
     pub row: usize,
+}
+
+impl From<(PathBuf, usize)> for Place {
+    fn from((file, row): (PathBuf, usize)) -> Self {
+        Self { file: Arc::new(file), row }
+    }
+}
+
+impl From<Place> for (PathBuf, usize) {
+    fn from(place: Place) -> Self {
+        (place.file.as_ref().clone(), place.row)
+    }
 }
 
 impl std::fmt::Display for Place {
@@ -115,5 +129,5 @@ pub fn read_rows(
     data: &SftDataConfig,
 ) -> Result<impl Iterator<Item = Result<Row, Error>> + use<>, Error> {
     let (rows, data) = (super::source::open(path, &data.columns)?, data.clone());
-    Ok(rows.map(move |raw| super::format::normalise(raw?, &data)))
+    Ok(rows.map(move |raw| super::format::normalise(raw?.read()?, &data)))
 }

@@ -10,18 +10,95 @@ use std::path::Path;
 use std::sync::Arc;
 
 use flate2::bufread::MultiGzDecoder;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::csv;
 use super::format::TOOL_DEFS;
+use super::json_list::Items;
 use super::parquet;
 use super::row::{Fault, Place, RawRow};
 use crate::config::ColumnsConfig;
 use crate::error::{Error, Result};
 use crate::hub::{DATA_ENDINGS, data_ending};
 
-/// Rows of a file, in order.
-pub(super) type Rows = Box<dyn Iterator<Item = Result<RawRow>> + Send>;
+/// Rows of a file, in order, as they are cut out of it.
+pub(super) type Rows = Box<dyn Iterator<Item = Result<Unread>> + Send>;
+
+/// A row that is cut out of its file and not yet looked at: that takes longer, and can be done elsewhere.
+pub(super) struct Unread {
+    pub place: Place,
+    content: Content,
+}
+
+enum Content {
+    /// JSON.
+    Text {
+        json: Vec<u8>,
+        is_line: bool,
+    },
+    Columns {
+        columns: Map<String, Value>,
+        padded_with_nulls: bool,
+    },
+}
+
+impl Unread {
+    /// A row of columns; `padded_with_nulls` as in [`RawRow`].
+    pub fn columns(place: Place, columns: Map<String, Value>, padded_with_nulls: bool) -> Self {
+        Self { place, content: Content::Columns { columns, padded_with_nulls } }
+    }
+
+    /// About what it takes in memory.
+    pub fn bytes(&self) -> usize {
+        const ROW: usize = 64;
+        ROW + match &self.content {
+            Content::Text { json, .. } => json.len(),
+            Content::Columns { columns, .. } => {
+                columns.iter().map(|(name, value)| name.len() + weight(value)).sum()
+            }
+        }
+    }
+
+    /// Looks at it.
+    pub fn read(self) -> Result<RawRow> {
+        let place = self.place;
+        let (columns, padded_with_nulls) = match self.content {
+            Content::Text { json, is_line } => {
+                (parse(&json, is_line).map_err(|fault| fault.at(&place))?, false)
+            }
+            Content::Columns { columns, padded_with_nulls } => (columns, padded_with_nulls),
+        };
+        Ok(RawRow { place, columns, padded_with_nulls })
+    }
+}
+
+/// About what a value takes in memory.
+fn weight(value: &Value) -> usize {
+    size_of::<Value>()
+        + match value {
+            Value::String(text) => text.len(),
+            Value::Array(items) => items.iter().map(weight).sum(),
+            Value::Object(fields) => fields.iter().map(|(name, value)| name.len() + weight(value)).sum(),
+            _ => 0,
+        }
+}
+
+fn parse(json: &[u8], is_line: bool) -> Result<Map<String, Value>, Fault> {
+    let text = std::str::from_utf8(json).map_err(|error| {
+        let of = if is_line { "line" } else { "row" };
+        Fault::new(
+            format!("not UTF-8 at byte {} of the {of}", error.valid_up_to() + 1),
+            "Convert the file, for example with `iconv -f latin1 -t utf-8`.",
+        )
+    })?;
+    object(serde_json::from_str(text).map_err(|error| match is_line {
+        true => Fault::new(
+            format!("not valid JSON: {}", without_line(&error)),
+            "Each line must hold one whole JSON object.",
+        ),
+        false => Fault::new(format!("not valid JSON: {error} of the row"), ""),
+    })?)
+}
 
 /// The text of a file, unpacked.
 pub(super) type Reader = BufReader<Box<dyn Read + Send>>;
@@ -45,7 +122,7 @@ fn by_ending(path: &Path, columns: &ColumnsConfig) -> Result<Rows> {
         Some("json") => {
             let mut reader = reader(path)?;
             let is_list = starts_with_list(&mut reader).map_err(|e| Error::io(path, "read", e))?;
-            if is_list { json_list(path, reader) } else { Ok(Box::new(Lines::new(path, reader))) }
+            Ok(if is_list { json_list(path, reader) } else { Box::new(Lines::new(path, reader)) })
         }
         Some(_) => Ok(Box::new(Lines::new(path, reader(path)?))),
         None => {
@@ -108,32 +185,22 @@ impl Lines {
         }
     }
 
-    fn parse(&self) -> Result<RawRow, Fault> {
+    fn take(&mut self) -> Unread {
         // Without its end, so that messages don't speak of a second line.
-        let line = self.buffer.trim_ascii_end();
-        let text = std::str::from_utf8(line).map_err(|error| {
-            Fault::new(
-                format!("not UTF-8 at byte {} of the line", error.valid_up_to() + 1),
-                "Convert the file, for example with `iconv -f latin1 -t utf-8`.",
-            )
-        })?;
-        object(serde_json::from_str(text).map_err(|error| {
-            Fault::new(
-                format!("not valid JSON: {}", without_line(&error)),
-                "Each line must hold one whole JSON object.",
-            )
-        })?)
-        .map(|columns| RawRow { place: self.place.clone(), columns, padded_with_nulls: false })
+        let end = self.buffer.trim_ascii_end().len();
+        self.buffer.truncate(end);
+        let json = std::mem::take(&mut self.buffer);
+        Unread { place: self.place.clone(), content: Content::Text { json, is_line: true } }
     }
 }
 
 impl Iterator for Lines {
-    type Item = Result<RawRow>;
+    type Item = Result<Unread>;
 
     fn next(&mut self) -> Option<Self::Item> {
         match self.advance() {
             Ok(false) => None,
-            Ok(true) => Some(self.parse().map_err(|fault| fault.at(&self.place))),
+            Ok(true) => Some(Ok(self.take())),
             Err(error) => Some(Err(error)),
         }
     }
@@ -144,7 +211,7 @@ fn without_line(error: &serde_json::Error) -> String {
     error.to_string().replace(" at line 1 column", " at column")
 }
 
-fn object(value: Value) -> Result<serde_json::Map<String, Value>, Fault> {
+fn object(value: Value) -> Result<Map<String, Value>, Fault> {
     match value {
         Value::Object(columns) => Ok(columns),
         other => {
@@ -164,19 +231,19 @@ fn starts_with_list(reader: &mut Reader) -> std::io::Result<bool> {
     Ok(buffer.iter().find(|b| !b.is_ascii_whitespace() && !b"\xef\xbb\xbf".contains(b)) == Some(&b'['))
 }
 
-/// A `.json` file that is one list of objects.
-fn json_list(path: &Path, mut reader: Reader) -> Result<Rows> {
-    let mut bytes = Vec::new();
-    reader.read_to_end(&mut bytes).map_err(|e| Error::io(path, "read", e))?;
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-    let items: Vec<Value> = serde_json::from_slice(bytes)
-        .map_err(|error| Error::data(path, error.line(), format!("not valid JSON: {error}"), ""))?;
-    let file = Arc::new(path.to_path_buf());
-    Ok(Box::new(items.into_iter().enumerate().map(move |(i, value)| {
-        let place = Place { file: file.clone(), row: i + 1 };
-        let columns = object(value).map_err(|fault| fault.at(&place))?;
-        Ok(RawRow { place, columns, padded_with_nulls: false })
-    })))
+/// A `.json` file that is one list of objects; a row's place is its number in it.
+fn json_list(path: &Path, reader: Reader) -> Rows {
+    let mut items = Items::new(reader);
+    let mut place = Place { file: Arc::new(path.to_path_buf()), row: 0 };
+    Box::new(std::iter::from_fn(move || {
+        let item = items.next().map_err(|e| Error::io(place.file.as_ref(), "read", e)).transpose()?;
+        place.row += 1;
+        let row = item.and_then(|item| {
+            let json = item.map_err(|fault| fault.at(&place))?;
+            Ok(Unread { place: place.clone(), content: Content::Text { json, is_line: false } })
+        });
+        Some(row)
+    }))
 }
 
 #[cfg(test)]
@@ -190,7 +257,8 @@ mod tests {
         open(&path, &ColumnsConfig::default())
             .unwrap()
             .map(|row| {
-                row.map(|row| (row.place.row, Value::Object(row.columns)))
+                row.and_then(Unread::read)
+                    .map(|row| (row.place.row, Value::Object(row.columns)))
                     .map_err(|e| e.to_string().split_once(name).unwrap().1.to_string())
             })
             .collect()

@@ -6,9 +6,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use tokenizers::{Offsets, Tokenizer};
+use xxhash_rust::xxh3::Xxh3;
 
 use super::Sample;
+use super::bytes::ByteLevel;
 use super::chat::{ChatTemplate, Rendered};
+use super::jinja;
 use super::row::{Body, Conversation, Fault, Row};
 use crate::config::{LossMaskConfig, TokenizerConfig};
 use crate::error::{Error, Result};
@@ -18,6 +21,8 @@ use crate::hub;
 pub struct ChatTokenizer {
     dir: PathBuf,
     tokenizer: Tokenizer,
+    /// The same, faster, if it is of the usual kind.
+    bytes: Option<ByteLevel>,
     /// Highest id + 1.
     vocab_size: usize,
     special_ids: Vec<u32>,
@@ -30,6 +35,10 @@ pub struct ChatTokenizer {
     tool_template: Option<ChatTemplate>,
     /// `[tokenizer] chat_template`, to be written beside the copied files.
     own_template: Option<String>,
+    /// A hash of the files and settings that it was made from.
+    hash: u128,
+    /// A template prints today's date.
+    is_dated: bool,
 }
 
 /// Tokenizer files of a Hugging Face folder, those that there may be.
@@ -56,7 +65,8 @@ impl ChatTokenizer {
             Some(name) => hub::tokenizer_dir(name)?,
             None => dir.to_path_buf(),
         };
-        let mut tokenizer = read_tokenizer(&dir)?;
+        let mut hash = Xxh3::new();
+        let mut tokenizer = read_tokenizer(&dir, &mut hash)?;
         let settings = read_settings(&dir)?;
         let bos = own_bos(&tokenizer);
         // Its work is done by the template; the byte-level one would also shorten offsets.
@@ -90,12 +100,18 @@ impl ChatTokenizer {
             Some(source) => (Some((PathBuf::from("[tokenizer] chat_template"), source)), None),
             None => folder_templates(&dir, &settings)?,
         };
+        let sources =
+            [&template, &tool_template].map(|t| t.as_ref().map_or("", |(_, source)| source.as_str()));
+        let is_dated = sources.iter().any(|source| source.contains("strftime_now"));
+        hash.update(format!("{sources:?} {settings:?} {eos:?} {bos:?} {:?}", config.thinking).as_bytes());
         let template = template.map(compile).transpose()?;
         let tool_template = tool_template.map(compile).transpose()?;
         let special_ids = special.into_iter().map(|(id, _)| id).collect();
+        let bytes = ByteLevel::of(&tokenizer);
         Ok(Self {
             dir,
             tokenizer,
+            bytes,
             vocab_size,
             special_ids,
             eos,
@@ -104,6 +120,8 @@ impl ChatTokenizer {
             template,
             tool_template,
             own_template,
+            hash: hash.digest128(),
+            is_dated,
         })
     }
 
@@ -120,6 +138,12 @@ impl ChatTokenizer {
     /// The token that fills batches in other programs; here nothing depends on it.
     pub fn pad_id(&self) -> Option<u32> {
         self.pad
+    }
+
+    /// What its tokens depend on, beside the rows.
+    pub(super) fn identity(&self) -> String {
+        let today = self.is_dated.then(jinja::today);
+        format!("{:032x} {}", self.hash, today.unwrap_or_default())
     }
 
     /// The folder that it was read from.
@@ -251,11 +275,14 @@ impl ChatTokenizer {
 
     /// Ids, and byte ranges of the text as it was before normalisation.
     fn tokenise(&self, text: &str) -> Result<(Vec<u32>, Vec<Offsets>), Fault> {
-        let encoding = self
-            .tokenizer
-            .encode(text, false)
-            .map_err(|e| Fault::new(format!("the tokenizer failed: {e}"), ""))?;
-        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+        let encoded = match &self.bytes {
+            Some(bytes) => bytes.encode(&self.tokenizer, text),
+            None => self
+                .tokenizer
+                .encode(text, false)
+                .map(|encoding| (encoding.get_ids().to_vec(), encoding.get_offsets().to_vec())),
+        };
+        encoded.map_err(|e| Fault::new(format!("the tokenizer failed: {e}"), ""))
     }
 
     /// The text of ids.
@@ -305,7 +332,7 @@ fn mask(offsets: &[Offsets], spans: &[Range<usize>]) -> Vec<bool> {
         .collect()
 }
 
-fn read_tokenizer(dir: &Path) -> Result<Tokenizer> {
+fn read_tokenizer(dir: &Path, hash: &mut Xxh3) -> Result<Tokenizer> {
     let path = dir.join("tokenizer.json");
     if !path.is_file() {
         return Err(Error::model(
@@ -316,6 +343,7 @@ fn read_tokenizer(dir: &Path) -> Result<Tokenizer> {
         ));
     }
     let bytes = fs::read(&path).map_err(|e| Error::io(&path, "read", e))?;
+    hash.update(&bytes);
     Tokenizer::from_bytes(bytes).map_err(|e| {
         Error::model(&path, format!("not a tokenizer: {e}"), "If a download was cut, fetch the file again.")
     })

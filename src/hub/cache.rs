@@ -10,6 +10,8 @@ use xxhash_rust::xxh3::Xxh3;
 use super::data_ending;
 use crate::assets::Asset;
 use crate::error::{Error, Result};
+pub(super) use crate::folders::variable;
+use crate::folders::{self, user_cache};
 
 /// What a repository holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,16 +68,6 @@ impl Repo {
     pub fn listing_file(&self, commit: &str) -> PathBuf {
         self.folder().join(".embertune").join(format!("{commit}.json"))
     }
-}
-
-/// A variable of the environment that isn't empty.
-pub(super) fn variable(key: &str) -> Option<PathBuf> {
-    std::env::var_os(key).filter(|v| !v.is_empty()).map(PathBuf::from)
-}
-
-fn user_cache() -> PathBuf {
-    let home = || variable("HOME").or_else(|| variable("USERPROFILE")).map(|home| home.join(".cache"));
-    variable("XDG_CACHE_HOME").or_else(home).unwrap_or_else(std::env::temp_dir)
 }
 
 /// The folder of the hub's tools (huggingface_hub, constants.py): `HF_HOME`.
@@ -140,7 +132,7 @@ pub(super) fn write_asset(asset: &Asset) -> Result<PathBuf> {
     }
     let name = format!("{}-{:016x}", asset.name.replace('/', "--"), hash.digest());
     // A home that can't be written to is no reason not to train.
-    let in_cache = write_once(&user_cache().join("embertune"), &name, asset);
+    let in_cache = write_once(&folders::cache(), &name, asset);
     in_cache.or_else(|_| write_once(&std::env::temp_dir().join("embertune"), &name, asset))
 }
 

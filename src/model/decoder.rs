@@ -7,11 +7,12 @@
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
 
-use super::lora::{Embedding, Linear, Run, Stacked, unset, value};
+use super::inputs::RopeTables;
+use super::lora::{Embedding, Linear, Run, unset, value};
 use super::{HfConfig, Inputs};
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::ops;
+use crate::ops::{self, Adapters, DecoderLayer, Kept};
 
 /// Root-mean-square norm.
 #[derive(Module, Debug)]
@@ -69,27 +70,6 @@ impl Attention {
             eps: config.rms_norm_eps,
         }
     }
-
-    /// # Shapes
-    /// - x: `[t, e]` → `[t, e]`
-    fn forward(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        let ([t, _], d) = (x.dims(), self.head_dim);
-        let heads = |y: Tensor<2>| {
-            let width = y.dims()[1];
-            y.reshape([t, width / d, d])
-        };
-        let rotated = |y: Tensor<2>, norm: &Option<Norm>| {
-            let weight = norm.as_ref().map(|norm| value(&norm.weight, y.dtype()));
-            ops::qk_norm_rope(heads(y), weight, self.eps, &inputs.rope)
-        };
-        let q = rotated(self.q_proj.forward(x.clone(), inputs), &self.q_norm);
-        let k = rotated(self.k_proj.forward(x.clone(), inputs), &self.k_norm);
-        let v = heads(self.v_proj.forward(x, inputs));
-        let scale = (d as f64).powf(-0.5) as f32;
-        let y = ops::attention(q, k, v, &inputs.documents, scale);
-        let [_, h, _] = y.dims();
-        self.o_proj.forward(y.reshape([t, h * d]), inputs)
-    }
 }
 
 /// `down(silu(gate(x)) · up(x))`
@@ -112,14 +92,6 @@ impl Mlp {
             down_proj: Linear::empty(e, f, bias, device),
         }
     }
-
-    /// # Shapes
-    /// - x: `[t, e]` → `[t, e]`
-    fn forward(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        let gate = self.gate_proj.forward(x.clone(), inputs);
-        let up = self.up_proj.forward(x, inputs);
-        self.down_proj.forward(ops::swiglu(gate, up), inputs)
-    }
 }
 
 /// One decoder layer: attention and MLP, each on a normed copy, each added back.
@@ -133,6 +105,8 @@ pub struct Layer {
     pub input_layernorm: Norm,
     /// Norm before the MLP.
     pub post_attention_layernorm: Norm,
+    #[module(skip)]
+    kept: Kept,
 }
 
 impl Layer {
@@ -142,14 +116,31 @@ impl Layer {
             mlp: Mlp::empty(config, device),
             input_layernorm: Norm::empty(config.hidden_size, config, device),
             post_attention_layernorm: Norm::empty(config.hidden_size, config, device),
+            kept: Kept::default(),
         }
     }
 
-    /// # Shapes
-    /// - x: `[t, e]` → `[t, e]`
-    fn forward(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        let x = x.clone() + self.self_attn.forward(self.input_layernorm.forward(x), inputs);
-        x.clone() + self.mlp.forward(self.post_attention_layernorm.forward(x), inputs)
+    /// The layer as the ops take it, computing in `dtype`.
+    fn parameters(&self, inputs: &Inputs, dtype: DType, recompute: bool) -> DecoderLayer {
+        let (attn, mlp) = (&self.self_attn, &self.mlp);
+        let of_heads = |norm: &Option<Norm>| norm.as_ref().map(|norm| value(&norm.weight, dtype));
+        DecoderLayer {
+            input_norm: value(&self.input_layernorm.weight, dtype),
+            q: attn.q_proj.projection(inputs, dtype),
+            k: attn.k_proj.projection(inputs, dtype),
+            v: attn.v_proj.projection(inputs, dtype),
+            o: attn.o_proj.projection(inputs, dtype),
+            q_norm: of_heads(&attn.q_norm),
+            k_norm: of_heads(&attn.k_norm),
+            post_norm: value(&self.post_attention_layernorm.weight, dtype),
+            gate: mlp.gate_proj.projection(inputs, dtype),
+            up: mlp.up_proj.projection(inputs, dtype),
+            down: mlp.down_proj.projection(inputs, dtype),
+            head_dim: attn.head_dim,
+            eps: attn.eps,
+            recompute,
+            kept: self.kept.clone(),
+        }
     }
 }
 
@@ -178,6 +169,8 @@ pub struct Decoder {
     /// What the forward pass computes in.
     #[module(skip)]
     pub(super) dtype: DType,
+    #[module(skip)]
+    rope: RopeTables,
 }
 
 impl Decoder {
@@ -195,6 +188,7 @@ impl Decoder {
             config: config.clone(),
             runs: Vec::new(),
             dtype,
+            rope: RopeTables::default(),
         }
     }
 
@@ -229,7 +223,8 @@ impl Decoder {
     /// As [`Inputs::new`], and where the batch is divided among another number of runs than are
     /// attached.
     pub fn inputs(&self, batch: &Batch, dropout_seed: Option<u64>) -> Result<Inputs> {
-        let inputs = Inputs::new(batch, &self.config, &self.device(), dropout_seed)?;
+        let (config, device) = (&self.config, self.device());
+        let inputs = Inputs::with_tables(batch, config, &self.rope, &device, dropout_seed)?;
         self.check_runs(&inputs)?;
         Ok(inputs)
     }
@@ -289,7 +284,16 @@ impl Decoder {
     /// # Shapes
     /// - x: `[t, e]` → `[t, e]`
     pub fn layer(&self, i: usize, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        self.model.layers[i].forward(x, inputs)
+        let recompute = inputs.recompute.is_some_and(|every| i.is_multiple_of(every));
+        let layer = self.model.layers[i].parameters(inputs, x.dtype(), recompute);
+        ops::decoder_layer(x, &layer, &inputs.rope, &inputs.documents)
+    }
+
+    /// Whether every layer makes its activations again by itself where [`Inputs::recomputing`] says so.
+    pub fn recomputes(&self, x: &Tensor<2>, inputs: &Inputs) -> bool {
+        let takes =
+            |layer: &Layer| ops::recomputes(x, &layer.parameters(inputs, x.dtype(), true), &inputs.rope);
+        self.model.layers.iter().all(takes)
     }
 
     /// Last part: norm, head and Σ of the cross entropy over trained targets (0 where there is
@@ -306,7 +310,7 @@ impl Decoder {
             None => (hidden, value(&self.model.embed_tokens.weight, self.dtype)),
             Some(head) => {
                 let weight = value(&head.weight, self.dtype);
-                match head.stacked(inputs) {
+                match head.adapters(inputs) {
                     None => (hidden, weight),
                     Some(adapters) => widened(hidden, weight, adapters),
                 }
@@ -317,8 +321,8 @@ impl Decoder {
 }
 
 /// LoRA on the head as one wider product: `[h | s·A·h] · [W | B]ᵀ = h·Wᵀ + s·(h·Aᵀ)·Bᵀ`.
-fn widened(hidden: Tensor<2>, weight: Tensor<2>, adapters: Stacked) -> (Tensor<2>, Tensor<2>) {
-    let Stacked { a, b, parts } = adapters;
+fn widened(hidden: Tensor<2>, weight: Tensor<2>, adapters: Adapters) -> (Tensor<2>, Tensor<2>) {
+    let Adapters { a, b, parts } = adapters;
     let (dtype, device) = (hidden.dtype(), hidden.device().without_autodiff());
     let [r, e] = a.dims();
     // The low-rank product alone: zeros for W and the identity for B leave each run's own columns.

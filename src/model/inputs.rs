@@ -1,5 +1,7 @@
 //! A [`Batch`] on a device: what every layer of the decoder needs besides the hidden states.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::HfConfig;
@@ -18,6 +20,7 @@ pub struct Inputs {
     pub(super) run_tokens: Vec<usize>,
     pub(super) stream: Stream,
     pub(super) dropout_seed: Option<u64>,
+    pub(super) recompute: Option<usize>,
 }
 
 impl Inputs {
@@ -32,6 +35,17 @@ impl Inputs {
         device: &Device,
         dropout_seed: Option<u64>,
     ) -> Result<Inputs> {
+        Self::with_tables(batch, config, &RopeTables::default(), device, dropout_seed)
+    }
+
+    /// As [`Inputs::new`], with rotary tables that may have been made before.
+    pub(super) fn with_tables(
+        batch: &Batch,
+        config: &HfConfig,
+        made: &RopeTables,
+        device: &Device,
+        dropout_seed: Option<u64>,
+    ) -> Result<Inputs> {
         check(batch, config)?;
         let device = device.clone().without_autodiff();
         let rows = |keep: &dyn Fn(usize) -> u32| -> Vec<i32> {
@@ -43,13 +57,20 @@ impl Inputs {
         });
         Ok(Inputs {
             ids: ints(batch.input_ids.iter().map(|&id| id as i32).collect(), &device),
-            rope: rope(&batch.position_ids, config, &device),
+            rope: made.rope(&batch.position_ids, config, &device),
             documents: Documents { cu_seqlens: batch.cu_seqlens.as_slice().into() },
             trained,
             run_tokens: batch.run_tokens.clone(),
             stream: batch.stream,
             dropout_seed,
+            recompute: None,
         })
+    }
+
+    /// With every n-th layer's activations made again in the backward pass; only where [`super::Decoder::recomputes`].
+    #[must_use]
+    pub fn recomputing(self, every: usize) -> Self {
+        Self { recompute: Some(every.max(1)), ..self }
     }
 
     /// Number of tokens T, padding included.
@@ -73,16 +94,27 @@ fn ints(values: Vec<i32>, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(TensorData::new(values, [n]), device)
 }
 
-/// Hugging Face's tables: angles in f32, the second half of a head repeats the first.
-fn rope(positions: &[u32], config: &HfConfig, device: &Device) -> Rope {
-    let rows = positions.iter().max().map_or(0, |&last| last as usize + 1);
-    if rows > positions.len() {
-        return tables(positions.iter().copied(), config, device);
+/// Hugging Face's tables of the positions from 0 on, made once for the longest document so far: angles in f32, the
+/// second half of a head repeats the first. Copies share them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RopeTables(Arc<Mutex<Option<Rope>>>);
+
+impl RopeTables {
+    fn rope(&self, positions: &[u32], config: &HfConfig, device: &Device) -> Rope {
+        let rows = positions.iter().max().map_or(0, |&last| last as usize + 1);
+        if rows > positions.len() {
+            return tables(positions.iter().copied(), config, device);
+        }
+        // Positions come again in each document: their rows are spread on the device.
+        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |made: &Rope| made.cos.dims()[0] >= rows && made.cos.device() == *device;
+        let Rope { cos, sin } = match made.clone().filter(fits) {
+            Some(made) => made,
+            None => made.insert(tables(0..rows as u32, config, device)).clone(),
+        };
+        let rows = ints(positions.iter().map(|&position| position as i32).collect(), device);
+        Rope { cos: cos.select(0, rows.clone()), sin: sin.select(0, rows) }
     }
-    // Positions come again in each document: their rows are made once and spread on the device.
-    let Rope { cos, sin } = tables(0..rows as u32, config, device);
-    let rows = ints(positions.iter().map(|&position| position as i32).collect(), device);
-    Rope { cos: cos.select(0, rows.clone()), sin: sin.select(0, rows) }
 }
 
 /// A row for each position.

@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::Inputs;
 use crate::config::{InitLoraWeights, LoraConfig, TargetModules};
-use crate::ops::{self, Dropout, LoraPart, Stream};
+use crate::ops::{self, Adapters, Dropout, LoraPart, Projection, Stream};
 
 /// What one adapter run trains, in PEFT's terms.
 #[derive(Debug, Clone, PartialEq)]
@@ -204,15 +204,6 @@ pub struct Linear {
     pub adapters: Vec<Option<Adapter>>,
 }
 
-/// A, B and the runs' shares, stacked over the runs that have tokens in the batch.
-pub(super) struct Stacked {
-    /// `[Σ rank, in]`
-    pub a: Tensor<2>,
-    /// `[out, Σ rank]`
-    pub b: Tensor<2>,
-    pub parts: Vec<LoraPart>,
-}
-
 impl Linear {
     pub(super) fn empty(out: usize, input: usize, bias: bool, device: &Device) -> Self {
         Linear {
@@ -226,19 +217,20 @@ impl Linear {
     /// - x: `[t, in]` → `[t, out]`
     pub fn forward(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
         let dtype = x.dtype();
-        let weight = value(&self.weight, dtype);
-        let y = match self.stacked(inputs) {
-            None => ops::linear(x, weight),
-            Some(Stacked { a, b, parts }) => ops::lora_linear(x, weight, a, b, &parts),
-        };
-        match &self.bias {
-            None => y,
-            Some(bias) => y + value(bias, dtype).unsqueeze(),
+        ops::project(x, &self.projection(inputs, dtype))
+    }
+
+    /// The layer as the ops take it, computing in `dtype`.
+    pub(super) fn projection(&self, inputs: &Inputs, dtype: DType) -> Projection {
+        Projection {
+            weight: value(&self.weight, dtype),
+            bias: self.bias.as_ref().map(|bias| value(bias, dtype)),
+            adapters: self.adapters(inputs),
         }
     }
 
     /// `None` where no run that has tokens adapts this layer.
-    pub(super) fn stacked(&self, inputs: &Inputs) -> Option<Stacked> {
+    pub(super) fn adapters(&self, inputs: &Inputs) -> Option<Adapters> {
         let (mut a, mut b, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         let mut stream = inputs.stream;
         for (adapter, &tokens) in self.adapters.iter().zip(&inputs.run_tokens) {
@@ -257,7 +249,7 @@ impl Linear {
             1 => tensors.remove(0),
             _ => Tensor::cat(tensors, dim),
         };
-        (!a.is_empty()).then(|| Stacked { a: one(a, 0), b: one(b, 1), parts })
+        (!a.is_empty()).then(|| Adapters { a: one(a, 0), b: one(b, 1), parts })
     }
 }
 

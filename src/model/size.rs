@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 
 /// Rows of logits that the head holds at once (`ops::linear_cross_entropy`).
 const LOGITS_ROWS: usize = 256;
+/// The same on a CUDA card.
+const LOGITS_ROWS_CUDA: usize = 4096;
 
 /// What will be trained of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -60,6 +62,9 @@ pub fn sizes(config: &HfConfig, lora: Option<&LoraSpec>, device: &Device) -> Res
 /// * `activations`: t tokens of a micro-batch × bytes of the type × (4e + 2hd + 2gd + 3f for each layer
 ///   whose activations are kept, e for each that is recomputed)
 /// * `logits`: 256 rows × v × 4
+///
+/// Where a layer is one op (bf16 on a CUDA card): activations × (2e + 2hd + 2gd + 2f), of recomputed layers × (e + hd), and
+/// t × (4e + 4f) for the layer at work; the frozen weights of layers with adapters count twice; logits: 4096 rows in the type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
     /// Frozen weights.
@@ -85,6 +90,8 @@ pub struct Load {
     pub optimizer_bytes: usize,
     /// Every how many layers one is recomputed.
     pub recompute: Option<usize>,
+    /// Whether a layer is one op, and whether it has adapters beside frozen weights.
+    pub fused: Option<bool>,
 }
 
 impl Memory {
@@ -93,18 +100,29 @@ impl Memory {
         let c = config;
         let (layers, e) = (c.num_hidden_layers, c.hidden_size);
         let heads = 2 * c.head_dim * (c.num_attention_heads + c.num_key_value_heads);
-        let layer = 4 * e + heads + 3 * c.intermediate_size;
+        let f = c.intermediate_size;
+        let (layer, at_work) = match load.fused {
+            Some(_) => (2 * e + heads + 2 * f, 4 * e + 4 * f),
+            None => (4 * e + heads + 3 * f, 0),
+        };
         let recomputed = load.recompute.map_or(0, |freq| layers / freq.max(1));
         // One layer at a time comes back while it is recomputed.
         let kept = layers - recomputed + usize::from(recomputed > 0);
-        let elements = load.tokens * (kept * layer + recomputed * e);
+        // Attention's output is kept where a layer is one op.
+        let light = e + if load.fused.is_some() { c.num_attention_heads * c.head_dim } else { 0 };
+        let elements = load.tokens * (kept * layer + recomputed * light + at_work);
         let frozen = counts.total - counts.trainable;
+        let stacked = if load.fused == Some(true) { layers * e * (heads + 3 * f) } else { 0 };
         let of_trained = load.trained_bytes + 4 + load.optimizer_bytes;
+        let logits = match load.fused {
+            Some(_) => load.tokens.min(LOGITS_ROWS_CUDA) * c.vocab_size * load.compute_bytes,
+            None => load.tokens.min(LOGITS_ROWS) * c.vocab_size * 4,
+        };
         Memory {
-            weights: (frozen * load.compute_bytes) as u64,
+            weights: ((frozen + stacked) * load.compute_bytes) as u64,
             trained: (counts.trainable * of_trained) as u64,
             activations: (elements * load.compute_bytes) as u64,
-            logits: (load.tokens.min(LOGITS_ROWS) * c.vocab_size * 4) as u64,
+            logits: logits as u64,
         }
     }
 

@@ -31,6 +31,7 @@ mod chunked;
 pub mod cuda;
 #[cfg(feature = "flex")]
 mod flex;
+mod layer;
 #[cfg(feature = "flex")]
 mod linear;
 #[cfg(feature = "flex")]
@@ -51,6 +52,8 @@ mod swiglu;
 mod tape;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+
+pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -239,6 +242,10 @@ pub fn lora_linear(
 /// # Shapes
 /// - ids: `[t]`, weight: `[v, e]` → `[t, e]`
 pub fn embedding(ids: Tensor<1, Int>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if cuda::embedding::takes(&ids, &weight) {
+        return cuda::embedding::embedding(ids, weight);
+    }
     plain::embedding(ids, weight)
 }
 
@@ -318,16 +325,40 @@ pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step
 
 /// [`adamw`] of many parameters `[param, m, v, grad]`, each with its own scalars.
 ///
+/// With `clip` the gradients are multiplied by its coefficient too, and nothing changes where the norm isn't finite;
+/// only where [`clips_on_device`].
+///
 /// # Panics
-/// Where there are not as many scalars as parameters.
-pub fn adamw_of(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW]) -> Vec<[Tensor<1>; 3]> {
+/// Where there are not as many scalars as parameters, or where `clip` is given for other tensors.
+pub fn adamw_of(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>) -> Vec<[Tensor<1>; 3]> {
     assert_eq!(tensors.len(), steps.len(), "adamw_of: parameters and scalars");
     #[cfg(feature = "cuda")]
     if !tensors.is_empty() && tensors.iter().flatten().all(cuda::optim::takes) && cuda::optim::alike(steps) {
-        return cuda::optim::adamw(tensors, steps);
+        return cuda::optim::adamw(tensors, steps, clip);
     }
+    assert!(clip.is_none(), "adamw_of: these tensors are clipped by the caller");
     let each = tensors.into_iter().zip(steps);
     each.map(|([param, m, v, grad], step)| adamw(param, m, v, grad, step)).collect()
+}
+
+/// Whether [`adamw_of`] takes the clip coefficient from the device, so that nobody waits for the norm.
+pub fn clips_on_device(grads: &[Tensor<1>]) -> bool {
+    #[cfg(feature = "cuda")]
+    return !grads.is_empty() && grads.iter().all(cuda::optim::takes);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = grads;
+        false
+    }
+}
+
+/// Clipping by the global norm: `min(1, max_norm / (norm + 1e-6))` with `norm = grad_scale · √squares`.
+#[derive(Debug, Clone)]
+pub struct Clip {
+    /// `[1]`, f32: [`sum_squares_of`] the gradients, added up.
+    pub squares: Tensor<1>,
+    /// `None`: no clipping; a norm that isn't finite still leaves everything as it was.
+    pub max_norm: Option<f64>,
 }
 
 /// The scalars of one AdamW update.
@@ -345,7 +376,7 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// k: 1 for the first update.
     pub update: usize,
-    /// Factor on the gradient: 1/tokens times the clip coefficient.
+    /// Factor on the gradient: 1/tokens, times the clip coefficient where there is no [`Clip`].
     pub grad_scale: f64,
 }
 

@@ -61,7 +61,7 @@ pub struct StepMetrics {
     pub time: PhaseTimes,
     /// Validation loss after the step, if it was measured.
     pub val_loss: Option<f64>,
-    /// The step held no trained token and was skipped.
+    /// Nothing was updated: the step held no trained token, or its loss or gradient wasn't finite.
     pub skipped: bool,
 }
 

@@ -141,6 +141,9 @@ impl<W: Write> Report for Plain<W> {
 
 /// `Step 3 | Time: 0.52s | Loss: 2.1234 | …`, in the order of prime-rl's line.
 fn step_line(m: &StepMetrics) -> String {
+    if m.skipped && m.trained_tokens > 0 {
+        return format!("Step {} | skipped: its loss or gradient is not finite", m.step);
+    }
     if m.skipped {
         return format!("Step {} | skipped: no trained token in its {} tokens", m.step, m.tokens);
     }
@@ -209,7 +212,7 @@ mod tests {
 
     #[test]
     fn a_skipped_step_says_so() {
-        let line = step_line(&StepMetrics { skipped: true, ..metrics() });
+        let line = step_line(&StepMetrics { skipped: true, trained_tokens: 0, ..metrics() });
         assert!(line.contains("skipped: no trained token"), "{line}");
     }
 

@@ -71,11 +71,6 @@ impl Checked {
     pub fn too_large(&self) -> bool {
         self.free.is_some_and(|free| self.memory.total() > free)
     }
-
-    /// Passes over the data.
-    fn epochs(&self) -> f64 {
-        (self.steps * self.batch_size) as f64 / self.data.packed_rows.max(1) as f64
-    }
 }
 
 impl Display for Checked {
@@ -144,7 +139,7 @@ impl Checked {
                 100.0 * data.fill
             )?,
         }
-        let (epoch, steps, epochs) = (data.steps_per_epoch(), self.steps, self.epochs());
+        let (epoch, steps, epochs) = (data.steps_per_epoch(), self.steps, data.epochs(self.steps));
         let done = if self.done > 0 { format!(", {} of them done", self.done) } else { String::new() };
         writeln!(f, "  steps       {epoch} an epoch, {steps} in all{done} ({epochs:.1} epochs)")
     }

@@ -13,13 +13,18 @@ use crate::{Error, Result};
 /// Mean loss over the trained tokens of `batches`, which the ranks share.
 ///
 /// # Errors
-/// A set without any trained token, or a batch that doesn't hold.
-pub fn held_out_loss(model: &Decoder, batches: &[Batch], ranks: &Ranks) -> Result<f64> {
+/// A set without any trained token, a batch that doesn't hold or can't be read.
+pub fn held_out_loss(
+    model: &Decoder,
+    batches: impl IntoIterator<Item = Result<Batch>>,
+    ranks: &Ranks,
+) -> Result<f64> {
     let model = model.valid();
     let (mut sum, mut tokens) = (0.0, 0);
-    let trained = batches.iter().filter(|b| b.trained_tokens() > 0);
+    let trained = batches.into_iter().filter(|b| b.as_ref().map_or(true, |b| b.trained_tokens() > 0));
     for batch in trained.skip(ranks.rank()).step_by(ranks.count()) {
-        let inputs = model.inputs(batch, None)?;
+        let batch = batch?;
+        let inputs = model.inputs(&batch, None)?;
         let loss = model.loss_sum(&inputs).to_data().try_to_vec::<f32>().expect("the loss is f32");
         sum += f64::from(loss[0]);
         tokens += batch.trained_tokens();

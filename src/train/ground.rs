@@ -93,13 +93,13 @@ impl Ground {
         warn(report, weights.is_none().then(|| no_weights(config)));
         let has_weights = weights.is_some();
         warn(report, weights.into_iter().flat_map(|report| report.warnings));
-        let memory = Memory::estimate(&hf, sizes.counts, load(config, plan, dtype));
-        let free = free_bytes(&selected);
-        warn(report, too_large(memory, free));
+        let estimate = |rows| Memory::estimate(&hf, sizes.counts, load(config, plan, &selected, dtype, rows));
+        let (memory, free) = (estimate(plan.rows_per_micro_batch), free_bytes(&selected));
+        warn(report, too_large(plan, &selected, free, |rows| estimate(rows).total())?);
 
         // ---- data ----
         go_on(config, ranks, stop)?;
-        let mut data = setup::data(config, &base, &hf, ranks, report)?;
+        let mut data = setup::data(config, &base, &hf, ranks, report, stop)?;
         if let Some(tokenizer) = data.tokenizer.as_ref().filter(|_| data.loader.report().has_chats()) {
             warn(report, untrained_chat_tokens(config, &base, tokenizer)?);
         }
@@ -183,20 +183,45 @@ fn too_little_data(config: &SftConfig, data: &DataReport) -> Option<String> {
     ))
 }
 
-fn too_large(memory: Memory, free: Option<u64>) -> Option<String> {
-    let free = free.filter(|free| memory.total() > *free)?;
-    Some(format!(
-        "training is estimated to take {:.1} GiB, and {:.1} GiB are free: lower `data.micro_batch_size` or \
-         `data.seq_len`, or switch `[model.ac]` on",
-        gib(memory.total()),
-        gib(free)
-    ))
+/// More memory than is free: a warning on the CPU, which may swap, an error on a card, with the largest micro-batch
+/// that fits.
+fn too_large(
+    plan: &Plan,
+    selected: &Selected,
+    free: Option<u64>,
+    estimate: impl Fn(usize) -> u64,
+) -> Result<Option<String>> {
+    let rows = plan.rows_per_micro_batch;
+    let Some(free) = free.filter(|free| estimate(rows) > *free) else { return Ok(None) };
+    let hint = what_fits(rows, free, &estimate);
+    let (needed, free) = (gib(estimate(rows)), gib(free));
+    let message = format!(
+        "training is estimated to take {needed:.1} GiB on `{}`, and {free:.1} GiB are free",
+        selected.name
+    );
+    if selected.name == "flex" {
+        Ok(Some(format!("{message}: {hint}")))
+    } else {
+        Err(Error::device(message, hint))
+    }
 }
 
-fn load(config: &SftConfig, plan: &Plan, dtype: DType) -> Load {
+fn what_fits(rows: usize, free: u64, estimate: &impl Fn(usize) -> u64) -> String {
+    match (1..rows).rev().find(|&rows| estimate(rows) <= free) {
+        Some(rows) => format!("`data.micro_batch_size = {rows}` is the largest that fits"),
+        None => {
+            "not even one row fits: lower `data.seq_len`, switch `[model.ac]` on, or take a smaller model"
+                .into()
+        }
+    }
+}
+
+fn load(config: &SftConfig, plan: &Plan, selected: &Selected, dtype: DType, rows: usize) -> Load {
+    let on_card = selected.name.starts_with("cuda");
     let full_in_half = config.model.lora.is_none() && config.model.optimization_dtype == "bfloat16";
+    let fused = on_card && dtype == DType::BF16;
     Load {
-        tokens: plan.rows_per_micro_batch * plan.seq_len,
+        tokens: rows * plan.seq_len,
         compute_bytes: dtype.size(),
         trained_bytes: if full_in_half { 2 } else { 4 },
         optimizer_bytes: match config.optim.kind {
@@ -205,11 +230,17 @@ fn load(config: &SftConfig, plan: &Plan, dtype: DType) -> Load {
             OptimKind::SignSgd => 0,
         },
         recompute: config.model.ac.as_ref().map(|ac| ac.freq),
+        fused: fused.then_some(config.model.lora.is_some()),
     }
 }
 
-/// The machine's free memory, where that is what the device has (Linux's `/proc/meminfo`).
+/// What is free now on the card, or of the machine's memory where that is what the device has (Linux's
+/// `/proc/meminfo`).
 fn free_bytes(selected: &Selected) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Some(free) = crate::ops::cuda::free_bytes(&selected.device) {
+        return Some(free);
+    }
     if selected.name != "flex" {
         return None;
     }
@@ -243,4 +274,16 @@ fn untrained_chat_tokens(
          template of known tokens in `[tokenizer] chat_template`",
         names.collect::<Result<Vec<_>>>()?.join(", ")
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::what_fits;
+
+    #[test]
+    fn the_largest_micro_batch_that_fits_is_named() {
+        let estimate = |rows: usize| 10 + 4 * rows as u64;
+        assert!(what_fits(8, 30, &estimate).contains("`data.micro_batch_size = 5`"));
+        assert!(what_fits(2, 13, &estimate).contains("not even one row"));
+    }
 }

@@ -1,5 +1,6 @@
 //! Training: the recipe ([`sft`]), one step of it ([`step`]), and what they are made of.
 
+pub mod bench;
 pub mod check;
 pub mod eval;
 mod ground;
@@ -10,6 +11,7 @@ mod resume;
 pub mod schedule;
 mod setup;
 pub mod sft;
+mod skipped;
 pub mod step;
 
 pub use crate::report::{StepMetrics, Summary};

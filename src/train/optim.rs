@@ -16,11 +16,12 @@ use std::collections::BTreeMap;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::ranks::Ranks;
+use crate::Result;
 use crate::checkpoint::Named;
 use crate::config::{OptimConfig, OptimKind};
 use crate::device::host;
 use crate::model::Trainable;
-use crate::{Result, ops};
+use crate::ops::{self, Clip};
 
 /// Dion's ε, for the norm in [`newton_schulz`] and for AdamW beside Muon.
 const MUON_EPS: f64 = 1e-8;
@@ -118,17 +119,33 @@ impl Optimizer {
         self.updates
     }
 
-    /// The parameters after one more update, other ranks' as they were ([`Optimizer::spread`] brings them). `grads` are sums; each is multiplied by `grad_scale`
-    /// (1/tokens times the clip coefficient) before use.
+    /// Whether every rule can take its clip coefficient from the device.
+    pub fn clips_on_device(&self) -> bool {
+        self.slots.iter().all(|slot| matches!(slot.rule, Rule::AdamW { .. }))
+    }
+
+    /// Forgets the last update, which changed nothing because its norm wasn't finite.
+    pub fn take_back(&mut self) {
+        self.updates -= 1;
+        if self.updates == 0 {
+            self.slots.iter_mut().for_each(|slot| slot.state.clear());
+        }
+    }
+
+    /// The parameters after one more update, other ranks' as they were ([`Optimizer::spread`] brings them). `grads` are
+    /// sums; each is multiplied by `grad_scale`
+    /// (1/tokens times the clip coefficient, but for `clip`'s own) before use.
     ///
     /// # Panics
-    /// If the number of values or gradients isn't that of the parameters.
+    /// If the number of values or gradients isn't that of the parameters; if there is a `clip` where
+    /// [`Optimizer::clips_on_device`] or [`ops::clips_on_device`] doesn't hold.
     pub fn update(
         &mut self,
         values: Vec<Tensor<1>>,
         grads: Vec<Tensor<1>>,
         lr: f64,
         grad_scale: f64,
+        clip: Option<&Clip>,
     ) -> Vec<Tensor<1>> {
         assert_eq!((values.len(), grads.len()), (self.slots.len(), self.slots.len()));
         self.updates += 1;
@@ -148,7 +165,7 @@ impl Optimizer {
                 _ => Some(slot.update(value, grad, step)),
             });
         }
-        for (n, [value, m, v]) in adamw.run() {
+        for (n, [value, m, v]) in adamw.run(clip) {
             self.slots[n].state = vec![m, v];
             updated[n] = Some(value);
         }
@@ -336,8 +353,8 @@ impl AdamWBatch {
     }
 
     /// Number of the slot, new value, m and v.
-    fn run(self) -> impl Iterator<Item = (usize, [Tensor<1>; 3])> {
-        self.slots.into_iter().zip(ops::adamw_of(self.tensors, &self.scalars))
+    fn run(self, clip: Option<&Clip>) -> impl Iterator<Item = (usize, [Tensor<1>; 3])> {
+        self.slots.into_iter().zip(ops::adamw_of(self.tensors, &self.scalars, clip))
     }
 }
 

@@ -170,3 +170,30 @@ pub(super) fn restore(
     let failed = |message| Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`");
     optimizer.restore(checkpoint.optimizer, checkpoint.state.optimizer_updates).map_err(failed)
 }
+
+/// The checkpoint to go on from after step `failed`: the newest, unless it is so near that what went wrong may
+/// have begun before it.
+pub(super) fn where_to_go_on(failed: usize, steps: &[usize]) -> String {
+    const NEAR: usize = 20;
+    match *steps {
+        [.., earlier, newest] if failed - newest.min(failed) <= NEAR => format!(
+            "; the checkpoint of step {newest} is close to where it failed, `--ckpt.resume-step {earlier}` goes \
+             further back"
+        ),
+        [.., newest] => format!("; `--ckpt.resume-step {newest}` goes on from there"),
+        [] => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::where_to_go_on;
+
+    #[test]
+    fn a_checkpoint_close_to_the_failure_is_not_the_one_to_go_on_from() {
+        assert_eq!(where_to_go_on(7, &[]), "");
+        assert!(where_to_go_on(7, &[6]).contains("--ckpt.resume-step 6"));
+        assert!(where_to_go_on(101, &[50, 100]).contains("--ckpt.resume-step 50"));
+        assert!(where_to_go_on(149, &[50, 100]).contains("--ckpt.resume-step 100"));
+    }
+}

@@ -15,7 +15,7 @@ use super::sft::StopFlag;
 use super::step::StepOptions;
 use crate::checkpoint::{RunFolder, Start};
 use crate::config::{DataConfig, Plan, SftConfig};
-use crate::data::{Batch, ChatTokenizer, Loader, Sample, validation_batches};
+use crate::data::{Batch, ChatTokenizer, Loader, Sample, Validation, validation_batches};
 use crate::device::{Selected, hardware_name};
 use crate::model::{Decoder, HfConfig, LoraSpec};
 use crate::report::{Event, Report, RunInfo};
@@ -48,8 +48,8 @@ pub(super) struct Data {
     /// `None` with made-up tokens.
     pub tokenizer: Option<Arc<ChatTokenizer>>,
     pub loader: Loader,
-    /// The held-out set; empty without `[val]`.
-    pub val: Vec<Batch>,
+    /// The held-out set, with `[val]`.
+    pub val: Option<Validation>,
 }
 
 pub(super) fn data(
@@ -58,33 +58,37 @@ pub(super) fn data(
     model: &HfConfig,
     ranks: &Ranks,
     report: &mut dyn Report,
+    stop: &StopFlag,
 ) -> Result<Data> {
     let vocab_size = model.vocab_size;
     let longest = config.model.max_position_embeddings.unwrap_or(model.max_position_embeddings);
     let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
     let tokenizer =
         if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
+    let mut progress = |rows| {
+        report.progress("reading rows", rows, 0);
+        // Several ranks stop at a point that all of them come to.
+        if ranks.count() == 1 { go_on(config, ranks, stop) } else { Ok(()) }
+    };
     let loader = match (&config.data, &tokenizer) {
         (DataConfig::Sft(data), Some(tokenizer)) => {
             // The order of the data depends on `data.seed` alone.
-            let mut progress = |rows| report.progress("reading rows", rows, 0);
             let (seed, epochs) = (0, config.num_epochs);
             Loader::with_progress(data, tokenizer.clone(), seed, epochs, vocab_size, longest, &mut progress)?
         }
         (DataConfig::Fake(data), _) => Loader::fake(data, vocab_size)?,
         (DataConfig::Sft(_), None) => unreachable!("a tokenizer is loaded for conversations"),
     };
-    loader.report().warnings().into_iter().for_each(|w| report.event(&Event::Warning(w)));
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
-            let held_out = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest)?;
-            for warning in held_out.report.warnings() {
-                report.event(&Event::Warning(format!("held-out data: {warning}")));
-            }
-            held_out.batches
+            Some(validation_batches(&val.data, tokenizer.clone(), vocab_size, longest, &mut progress)?)
         }
-        _ => Vec::new(),
+        _ => None,
     };
+    let mut warnings = loader.report().warnings();
+    let held_out = val.iter().flat_map(|val| val.report.warnings());
+    warnings.extend(held_out.map(|warning| format!("held-out data: {warning}")));
+    warnings.into_iter().for_each(|w| report.event(&Event::Warning(w)));
     Ok(Data { tokenizer, loader: loader.shared(ranks.rank(), ranks.count()), val })
 }
 
@@ -229,6 +233,10 @@ pub(super) fn marked_documents(tokenizer: &ChatTokenizer, batches: &[Batch]) -> 
     for batch in batches {
         for w in batch.cu_seqlens.windows(2) {
             let range = w[0] as usize..w[1] as usize;
+            if range.clone().all(|t| batch.input_ids[t] == 0 && !batch.loss_mask[t]) {
+                // Padding.
+                continue;
+            }
             // Position t predicts token t + 1, so that is the token the mask is about.
             let mask = range.clone().map(|t| t > range.start && batch.loss_mask[t - 1]).collect();
             let parts = tokenizer.parts(&Sample { ids: batch.input_ids[range].to_vec(), mask })?;

@@ -24,10 +24,12 @@ use super::ranks::{Ranks, World};
 use super::resume;
 use super::schedule::Schedule;
 use super::setup::{self, go_on};
-use super::step::{StepOptions, forward_backward};
+use super::skipped::{self, Skipped};
+use super::step::{StepOptions, Update, forward_backward};
 use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder, not_whole};
 use crate::config::{Plan, SftConfig};
-use crate::data::Batch;
+use crate::data::{Batch, Validation};
+use crate::device::device_bytes;
 use crate::export::{self, AdapterMeta};
 use crate::model::Decoder;
 use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
@@ -110,6 +112,7 @@ struct Run<'a> {
     schedule_step: usize,
     max_steps: usize,
     options: StepOptions,
+    skipped: Skipped,
     speed: setup::Speed,
     keys: resume::Keys,
     progress: Progress,
@@ -177,11 +180,12 @@ impl<'a> Run<'a> {
         }
         let speed = setup::Speed::new(&selected, &model);
         let options = setup::step_options(config);
+        let skipped = Skipped::new(config.optim.max_skipped);
         let summary = Summary { base, steps: begun.progress.step, ..Summary::default() };
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            config, ranks, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, speed, keys,
+            config, ranks, folder, _locks: locks, model, data, optimizer, schedule, schedule_step, max_steps, options, skipped, speed, keys,
             progress, metrics, summary, started,
         };
         Ok(run)
@@ -214,7 +218,7 @@ impl<'a> Run<'a> {
             let step = self.progress.step + 1;
             let sums =
                 forward_backward(&self.model, &batches, &self.options).map_err(|e| self.at_step(step, e))?;
-            let sums = sums.over(&self.ranks, &self.model)?;
+            let sums = sums.over(&self.ranks, &self.model, batches.len())?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----
@@ -225,6 +229,7 @@ impl<'a> Run<'a> {
                 .update(&mut self.model, &mut self.optimizer, lr, self.config.optim.max_norm, &self.ranks)
                 .map_err(|e| self.at_step(step, e))?;
             time.optimizer = clock.elapsed().as_secs_f64();
+            let stopped = self.check_finite(step, update.as_ref(), &batches, report).err();
 
             // ---- count ----
             // All ranks have micro-batches of one shape.
@@ -255,21 +260,45 @@ impl<'a> Run<'a> {
                 total_rows: self.progress.rows,
                 mfu: self.speed.mfu(&batches, time.step()),
                 peak_bytes: peak_process_bytes(),
-                device_bytes: self.model.device().memory_pool_usage().map(|m| m.bytes_reserved),
+                device_bytes: device_bytes(&self.model.device()),
                 time,
                 val_loss,
-                skipped: update.is_none(),
+                skipped: !update.is_some_and(|update| update.applied),
             };
             self.note_losses(&metrics);
             report.step(&metrics);
             self.append(&metrics.to_json())?;
 
             // ---- save ----
+            if let Some(error) = stopped {
+                self.save(report)?;
+                return Err(self.at_step(step, error));
+            }
             let clock = Instant::now();
             if self.save_is_due() {
                 self.save(report)?;
             }
             save_seconds = clock.elapsed().as_secs_f64();
+        }
+        Ok(())
+    }
+
+    /// Tells of a step that was skipped because it isn't finite; an error after too many of them.
+    fn check_finite(
+        &mut self,
+        step: usize,
+        update: Option<&Update>,
+        batches: &[Batch],
+        report: &mut dyn Report,
+    ) -> Result<()> {
+        match update {
+            Some(Update { loss, grad_norm, applied: false, .. }) => {
+                let seq_len = self.config.data.seq_len();
+                let what = skipped::describe(&self.model, batches, seq_len, [*loss, *grad_norm])?;
+                report.event(&Event::Warning(self.skipped.note(step, &what)?));
+            }
+            Some(_) => self.skipped.reset(),
+            None => {}
         }
         Ok(())
     }
@@ -306,7 +335,8 @@ impl<'a> Run<'a> {
 
     fn validate(&mut self, report: &mut dyn Report) -> Result<f64> {
         let clock = Instant::now();
-        let loss = held_out_loss(&self.model, &self.data.val, &self.ranks)?;
+        let batches = self.data.val.iter().flat_map(Validation::batches);
+        let loss = held_out_loss(&self.model, batches, &self.ranks)?;
         let seconds = clock.elapsed().as_secs_f64();
         report.event(&Event::Validation { step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
@@ -446,34 +476,7 @@ impl<'a> Run<'a> {
     fn at_step(&self, step: usize, error: Error) -> Error {
         let Error::Train { message, hint } = error else { return error };
         let steps = folder::steps(&self.folder.checkpoints).unwrap_or_default();
-        let hint = hint + &where_to_go_on(step, &steps);
+        let hint = hint + &resume::where_to_go_on(step, &steps);
         Error::Train { message: format!("step {step}: {message}"), hint }
-    }
-}
-
-/// The checkpoint to go on from after step `failed`: the newest, unless it is so near that what went wrong may
-/// have begun before it.
-fn where_to_go_on(failed: usize, steps: &[usize]) -> String {
-    const NEAR: usize = 20;
-    match *steps {
-        [.., earlier, newest] if failed - newest.min(failed) <= NEAR => format!(
-            "; the checkpoint of step {newest} is close to where it failed, `--ckpt.resume-step {earlier}` goes \
-             further back"
-        ),
-        [.., newest] => format!("; `--ckpt.resume-step {newest}` goes on from there"),
-        [] => String::new(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::where_to_go_on;
-
-    #[test]
-    fn a_checkpoint_close_to_the_failure_is_not_the_one_to_go_on_from() {
-        assert_eq!(where_to_go_on(7, &[]), "");
-        assert!(where_to_go_on(7, &[6]).contains("--ckpt.resume-step 6"));
-        assert!(where_to_go_on(101, &[50, 100]).contains("--ckpt.resume-step 50"));
-        assert!(where_to_go_on(149, &[50, 100]).contains("--ckpt.resume-step 100"));
     }
 }

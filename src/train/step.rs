@@ -7,7 +7,10 @@
 //!
 //! With recomputation (`[model.ac]`) the backward pass goes layer by layer: the forward pass keeps
 //! only what enters each recomputed layer, and the backward pass runs the layer again, with the
-//! gradient of its output, on a tape of its own. The numbers are the same, bit for bit.
+//! gradient of its output, on a tape of its own. Where a layer is one op it does that by itself, and keeps attention's
+//! output. The numbers are the same, bit for bit.
+
+use std::time::Instant;
 
 use burn::tensor::Tensor;
 
@@ -15,7 +18,8 @@ use super::optim::Optimizer;
 use super::ranks::Ranks;
 use crate::data::Batch;
 use crate::model::{Decoder, Inputs};
-use crate::{Error, Result, ops};
+use crate::ops::{self, Clip};
+use crate::{Error, Result};
 
 /// How the forward and backward pass runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,8 +35,8 @@ pub struct StepOptions {
 pub struct GradSums {
     /// One per trainable parameter, flattened, in the decoder's order; empty without trained tokens.
     pub grads: Vec<Tensor<1>>,
-    /// Sum of the loss over the trained tokens.
-    pub loss: f64,
+    /// Sums of the loss over the trained tokens of each micro-batch, still on the device; of several ranks in one.
+    pub losses: Vec<Tensor<1>>,
     /// Number of trained tokens.
     pub trained_tokens: usize,
 }
@@ -46,6 +50,10 @@ pub struct Update {
     pub grad_norm: f64,
     /// What the gradient was multiplied by because of `max_norm`.
     pub clip_coef: f64,
+    /// Whether anything was updated: not where loss or norm isn't finite.
+    pub applied: bool,
+    /// Seconds that the host waited for the device.
+    pub waited: f64,
 }
 
 /// Runs the micro-batches and sums up.
@@ -67,14 +75,14 @@ pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOption
     }
     let trained_tokens = batches.iter().map(Batch::trained_tokens).sum();
     if trained_tokens == 0 {
-        return Ok(GradSums { grads: Vec::new(), loss: 0.0, trained_tokens });
+        return Ok(GradSums { grads: Vec::new(), losses, trained_tokens });
     }
     let grads = sums
         .into_iter()
         .zip(model.trainable_values())
         .map(|(grad, value)| grad.unwrap_or_else(|| value.inner().zeros_like()))
         .collect();
-    Ok(GradSums { grads, loss: sum_on_host(losses), trained_tokens })
+    Ok(GradSums { grads, losses, trained_tokens })
 }
 
 fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
@@ -100,6 +108,9 @@ struct Pass {
 /// take other kernels, with other rounding.
 fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
     let embedded = model.embed(inputs);
+    if model.recomputes(&embedded, inputs) {
+        return on_one_tape(model, &inputs.clone().recomputing(every));
+    }
     // The gradient goes down to the lowest trained layer, or to the embedding.
     let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
     let mut hidden = embedded.clone().inner();
@@ -197,32 +208,51 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
-    /// Σ over the ranks: one call for all gradients, one for loss and tokens.
+    /// Σ over the ranks, in one call for gradients and losses; `rounds`: micro-batches of a rank, as many on all.
     ///
     /// # Errors
     /// Another rank failed.
-    pub fn over(self, ranks: &Ranks, model: &Decoder) -> Result<Self> {
+    pub fn over(self, ranks: &Ranks, model: &Decoder, rounds: usize) -> Result<Self> {
         if ranks.count() == 1 {
             return Ok(self);
         }
-        let [loss, tokens] = ranks.sum_f64([self.loss, self.trained_tokens as f64])?;
-        let grads = match (tokens > 0.0, self.grads.is_empty()) {
-            (false, _) => Vec::new(),
-            (true, false) => ranks.sum(self.grads)?,
+        let [tokens] = ranks.sum_f64([self.trained_tokens as f64])?;
+        if tokens == 0.0 {
+            return Ok(Self { grads: Vec::new(), losses: Vec::new(), trained_tokens: 0 });
+        }
+        let device = model.device();
+        // Each rank's losses have places of their own, so that they come out as they are and add up in f64.
+        let zeros = |n: usize| (n > 0).then(|| Tensor::<1>::zeros([n], &device));
+        let mut own = self.losses.into_iter();
+        let round =
+            |_| [zeros(ranks.rank()), own.next().or(zeros(1)), zeros(ranks.count() - ranks.rank() - 1)];
+        let losses = Tensor::cat((0..rounds).flat_map(round).flatten().collect(), 0);
+        let mut parts = match self.grads.is_empty() {
+            false => self.grads,
             // Nothing of this rank's is trained in this step.
-            (true, true) => ranks
-                .sum(model.trainable_values().iter().map(|v| v.clone().inner().zeros_like()).collect())?,
+            true => model.trainable_values().into_iter().map(|value| value.inner().zeros_like()).collect(),
         };
-        Ok(Self { grads, loss, trained_tokens: tokens as usize })
+        parts.push(losses);
+        let mut grads = ranks.sum(parts)?;
+        let losses = grads.pop().into_iter().collect();
+        Ok(Self { grads, losses, trained_tokens: tokens as usize })
+    }
+
+    /// Sum of the loss over the trained tokens; waits for the device.
+    pub fn loss(&self) -> f64 {
+        if self.losses.is_empty() { 0.0 } else { on_host(self.losses.clone()).into_iter().sum() }
     }
 
     /// Divides by the trained tokens, clips to `max_norm` as `torch.nn.utils.clip_grad_norm_` does
     /// (`min(1, max_norm / (norm + 1e-6))`) and updates the model; `None` and nothing changed if the
     /// step has no trained token.
     ///
+    /// The device is waited for once. Where it can clip by itself, the update is queued before that: it
+    /// changes nothing if the norm isn't finite.
+    ///
     /// # Errors
-    /// A loss or norm that isn't finite, or a norm of 0 in the first update (no gradient reached a
-    /// parameter): nothing is updated then. Another rank failed.
+    /// A norm of 0 in the first update: no gradient reached a parameter.
+    /// Another rank failed.
     pub fn update(
         self,
         model: &mut Decoder,
@@ -234,38 +264,51 @@ impl GradSums {
         if self.trained_tokens == 0 {
             return Ok(None);
         }
-        let tokens = self.trained_tokens as f64;
-        let loss = self.loss / tokens;
-        let squares = ops::sum_squares_of(self.grads.clone());
-        let grad_norm = sum_on_host(squares).sqrt() / tokens;
-        check(loss, grad_norm, optimizer.updates() == 0)?;
+        let (Self { grads, losses, trained_tokens }, first) = (self, optimizer.updates() == 0);
+        let tokens = trained_tokens as f64;
+        let squares = ops::sum_squares_of(grads.clone());
+        let values = || model.trainable_values().into_iter().map(Tensor::inner).collect();
+        let queued = (optimizer.clips_on_device() && ops::clips_on_device(&grads)).then(|| {
+            let clip = Clip { squares: with_losses(&squares, &losses), max_norm };
+            optimizer.update(values(), grads.clone(), lr, 1.0 / tokens, Some(&clip))
+        });
+        let clock = Instant::now();
+        let read = on_host(losses.iter().chain(&squares).cloned().collect());
+        let waited = clock.elapsed().as_secs_f64();
+        let (losses, squares) = read.split_at(losses.iter().map(|loss| loss.dims()[0]).sum());
+        let loss = losses.iter().sum::<f64>() / tokens;
+        let grad_norm = squares.iter().sum::<f64>().sqrt() / tokens;
+        let applied = loss.is_finite() && grad_norm.is_finite();
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
-        let values = model.trainable_values().into_iter().map(Tensor::inner).collect();
-        let values = optimizer.update(values, self.grads, lr, clip_coef / tokens);
+        let update = Update { loss, grad_norm, clip_coef, applied, waited };
+        if !applied {
+            if queued.is_some() {
+                optimizer.take_back();
+            }
+            return Ok(Some(update));
+        }
+        if first && grad_norm == 0.0 {
+            return Err(Error::train(
+                "the gradient norm is 0: no gradient reached a trainable parameter",
+                "look at `model.lora.target_modules`",
+            ));
+        }
+        let values =
+            queued.unwrap_or_else(|| optimizer.update(values(), grads, lr, clip_coef / tokens, None));
         let values = optimizer.spread(values, ranks)?;
         *model = model.clone().set_trainable(values);
-        Ok(Some(Update { loss, grad_norm, clip_coef }))
+        Ok(Some(update))
     }
 }
 
-fn check(loss: f64, grad_norm: f64, first: bool) -> Result<()> {
-    if !loss.is_finite() || !grad_norm.is_finite() {
-        return Err(Error::train(
-            format!("the loss is {loss} and the gradient norm {grad_norm}: not finite, nothing was updated"),
-            "lower `optim.lr`, or look for a broken row with `log.log_data = true`",
-        ));
-    }
-    if first && grad_norm == 0.0 {
-        return Err(Error::train(
-            "the gradient norm is 0: no gradient reached a trainable parameter",
-            "look at `model.lora.target_modules`",
-        ));
-    }
-    Ok(())
+/// Σ of the squares; not finite where a loss isn't.
+fn with_losses(squares: &[Tensor<1>], losses: &[Tensor<1>]) -> Tensor<1> {
+    let all = squares.iter().cloned().chain(losses.iter().map(|loss| loss.clone().sum().mul_scalar(0.0)));
+    all.reduce(|sum, x| sum + x).expect("there are gradients")
 }
 
-/// One read-back for all of them; added in f64, in order.
-fn sum_on_host(parts: Vec<Tensor<1>>) -> f64 {
+/// One read-back for all of them.
+fn on_host(parts: Vec<Tensor<1>>) -> Vec<f64> {
     let values = Tensor::cat(parts, 0).to_data().try_to_vec::<f32>().expect("losses and norms are f32");
-    values.into_iter().map(f64::from).sum()
+    values.into_iter().map(f64::from).collect()
 }

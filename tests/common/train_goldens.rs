@@ -58,7 +58,13 @@ fn initial(case: &Case, device: &Device) -> Decoder {
 fn optimizer(hyper: &Value, model: &Decoder) -> Optimizer {
     let number = |key: &str| hyper[key].as_f64().unwrap();
     let kind = OptimKind::AdamW { betas1: number("beta1"), betas2: number("beta2"), eps: number("eps") };
-    let config = OptimConfig { lr: number("lr"), weight_decay: number("weight_decay"), max_norm: None, kind };
+    let config = OptimConfig {
+        lr: number("lr"),
+        weight_decay: number("weight_decay"),
+        max_norm: None,
+        max_skipped: 0,
+        kind,
+    };
     let optimizer = Optimizer::new(&config, &model.trainable());
     if hyper["decay_groups"] == "hf" { optimizer.decay_only(not_norm_or_bias) } else { optimizer }
 }

@@ -13,7 +13,8 @@ document boundaries. Lines of one step stand together.
 One step: the loss is the sum of the cross entropies of all trained tokens of the step / their number; the gradient norm is
 clipped (torch.nn.utils.clip_grad_norm_); then torch.optim.AdamW. A step without trained tokens changes nothing and gives no line.
 Documents never see each other: by a block-diagonal mask over the micro-batch, or (--separate) by running each one alone.
-float32 on the CPU; the same arguments give the same bytes for the same number of threads.
+float32 on the CPU unless --dtype and --device say otherwise; there the same arguments give the same bytes for the same
+number of threads.
 
 LOSSES.jsonl: {"step", "loss/mean", "optim/grad_norm", "optim/lr", "trained_tokens"}, the loss and norm before the update.
 Needs torch, transformers and peft.
@@ -57,6 +58,8 @@ def parse_args(argv=None):
     parser.add_argument("--separate", action="store_true", help="run every document by itself, without a mask")
     parser.add_argument("--attn", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the base; adapters stay float32")
     return parser.parse_args(argv)
 
 
@@ -111,8 +114,9 @@ def read_rates(path):
 
 
 def load_model(args):
-    """The model in float32 with its trainable parameters, in training mode; refuses dropout, which cannot be matched."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=args.attn)
+    """The model with its trainable parameters, in training mode; refuses dropout, which cannot be matched."""
+    dtype = getattr(torch, args.dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=args.attn).to(args.device)
     model.config.use_cache = False
     if getattr(model.config, "attention_dropout", 0.0):
         raise SystemExit(f"{args.model}: attention_dropout is not 0")
@@ -148,7 +152,7 @@ def loss_pieces(model, batch, separate):
             attention_mask=None if separate else block_mask(cu, len(mask)),
             logits_to_keep=trained,
         ).logits[0]
-        yield F.cross_entropy(logits, targets[0, start:end][trained], reduction="sum")
+        yield F.cross_entropy(logits.float(), targets[0, start:end][trained], reduction="sum")
 
 
 def make_optimizer(model, args):
@@ -168,8 +172,9 @@ def make_optimizer(model, args):
 def train(args):
     """Runs all steps, writes the losses, and returns them."""
     torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(args.device == "cpu")
     model = load_model(args)
+    torch.set_default_device(args.device)
     optimizer = make_optimizer(model, args)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     rates = read_rates(args.lr_from) if args.lr_from else None

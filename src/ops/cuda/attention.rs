@@ -17,7 +17,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cudarc::driver::sys as cu;
 
 use super::super::tape::record;
-use super::driver::{Gpu, must};
+use super::driver::{Gpu, Side, must};
+use super::gemm::Matrix;
 use super::kernels::{Arg, Files, Grid, Module};
 use super::tensor::{dense, empty, gpu, is_on_card, pointer};
 use super::work::{Lists, Shape, lists};
@@ -81,9 +82,9 @@ pub fn by_products(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, documents: &Documen
     Tensor::cat(documents.collect(), 0)
 }
 
-/// Layout of a call.
+/// Sizes and work lists of attention over a micro-batch.
 #[derive(Debug, Clone)]
-struct Layout {
+pub(super) struct Layout {
     tokens: usize,
     heads: usize,
     groups: usize,
@@ -93,33 +94,46 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(q: &CubeTensor, k: &CubeTensor, cu_seqlens: Arc<[u32]>, scale: f32) -> Self {
-        let [tokens, heads, size] = [q.shape()[0], q.shape()[1], q.shape()[2]];
-        let groups = k.shape()[1];
+    /// For `[h, d]` query heads over `groups` key heads of the documents; `like` lies on the card.
+    pub(super) fn new(
+        like: &CubeTensor,
+        [heads, size]: [usize; 2],
+        groups: usize,
+        cu_seqlens: Arc<[u32]>,
+        scale: f32,
+    ) -> Self {
+        let tokens = cu_seqlens.last().map_or(0, |&end| end as usize);
         let shape = Shape { cu_seqlens, heads, groups, size };
-        Self { tokens, heads, groups, size, scale, lists: lists(q, gpu(q), &shape) }
+        Self { tokens, heads, groups, size, scale, lists: lists(like, gpu(like), &shape) }
+    }
+
+    fn of(q: &CubeTensor, k: &CubeTensor, cu_seqlens: Arc<[u32]>, scale: f32) -> Self {
+        Self::new(q, [q.shape()[1], q.shape()[2]], k.shape()[1], cu_seqlens, scale)
     }
 
     fn shared(&self) -> usize {
         self.heads / self.groups
     }
 
-    fn q_width(&self) -> usize {
-        self.heads * self.size
-    }
-
-    fn k_width(&self) -> usize {
-        self.groups * self.size
+    /// Rows and columns of the statistics of the backward pass, f32.
+    pub(super) fn stats_shape(&self) -> [usize; 2] {
+        [2 * self.heads, self.lists.padded]
     }
 
     fn module(&self, hopper: bool) -> Module {
         Module::bf16(if hopper { Files::AttentionHopper } else { Files::Attention }, self.size)
     }
 
-    /// q, k, v (or the gradient of the output) by tensor map, `rows` rows a box.
-    fn map(&self, x: u64, heads: usize, rows: usize) -> Arg {
-        tensor_map(x, self.tokens, heads, self.size, rows).into()
+    /// A matrix of heads by tensor map, `rows` rows a box.
+    fn map(&self, x: Matrix, rows: usize) -> Arg {
+        tensor_map(&x, self.size, rows).into()
     }
+}
+
+/// A dense tensor of heads as a matrix with a row a token.
+fn of_heads(x: &CubeTensor) -> Matrix {
+    let [tokens, heads, size] = [x.shape()[0], x.shape()[1], x.shape()[2]];
+    Matrix::dense(pointer(x), tokens, heads * size, x.dtype)
 }
 
 impl AttentionOps for Cube {
@@ -131,7 +145,7 @@ impl AttentionOps for Cube {
         scale: f32,
     ) -> CubeTensor {
         let [q, k, v] = [q, k, v].map(dense);
-        let layout = Layout::new(&q, &k, cu_seqlens, scale);
+        let layout = Layout::of(&q, &k, cu_seqlens, scale);
         forward(&q, &k, &v, &layout).0
     }
 }
@@ -147,7 +161,7 @@ impl<C: CheckpointStrategy> AttentionOps for Autodiff<Cube, C> {
         let nodes = [q.node(), k.node(), v.node()];
         let prepared = AttentionBackward.prepare::<C>(nodes).compute_bound().stateful();
         let [q, k, v] = [q, k, v].map(|x| dense(x.into_primitive()));
-        let layout = Layout::new(&q, &k, cu_seqlens, scale);
+        let layout = Layout::of(&q, &k, cu_seqlens, scale);
         let (out, lse) = forward(&q, &k, &v, &layout);
         let state = || State { q, k, v, out: out.clone(), lse, layout };
         record(prepared, state, out.clone())
@@ -163,32 +177,55 @@ fn is_hopper(gpu: &Gpu) -> bool {
 fn forward(q: &CubeTensor, k: &CubeTensor, v: &CubeTensor, layout: &Layout) -> (CubeTensor, CubeTensor) {
     let out = empty(q, q.shape(), q.dtype);
     let lse = empty(q, [layout.heads, layout.tokens], DType::F32);
-    let [q_at, k_at, v_at, out_at, lse_at] = [q, k, v, &out, &lse].map(pointer);
-    let (gpu, d, list) = (gpu(q), layout.size, &layout.lists.queries);
-    let (wide, narrow) = (layout.q_width(), layout.k_width());
-    let rest: [Arg; 3] = [layout.tokens.into(), layout.shared().into(), layout.scale.into()];
-    let hopper = is_hopper(gpu);
-    let (name, grid, mut arguments): (_, _, Vec<Arg>);
-    if hopper {
-        let blocks = list.len.min(gpu.multiprocessors);
-        name = "attention_forward_sm90";
-        grid = Grid { blocks, threads: 384, shared: 1024 + 6 * 256 * d };
-        arguments = vec![
-            layout.map(q_at, layout.heads, TILE),
-            layout.map(k_at, layout.groups, TILE),
-            layout.map(v_at, layout.groups, TILE),
-        ];
-        arguments.extend([out_at, lse_at, list.pointer].map(Arg::from));
-        arguments.extend([Arg::from(list.len), gpu.counter(0).into(), wide.into()]);
-    } else {
-        name = "attention_forward";
-        grid = Grid { blocks: list.len, threads: 128, shared: 256 * d * 2 };
-        arguments = [q_at, k_at, v_at, out_at, lse_at, list.pointer].map(Arg::from).to_vec();
-        arguments.extend([wide, narrow, narrow, wide].map(Arg::from));
-    }
-    arguments.extend(rest);
-    gpu.enter(|side| side.launch(layout.module(hopper), name, grid, &arguments));
+    let ([q_at, k_at, v_at, out_at], lse_at) = ([q, k, v, &out].map(of_heads), pointer(&lse));
+    gpu(q).enter(|side| layout.forward(side, [q_at, k_at, v_at], out_at, lse_at));
     (out, lse)
+}
+
+impl Layout {
+    /// Rows of q, k, v and the output are tokens; `lse` gets the log-sum-exp of the scores, `[h, t]`.
+    pub(super) fn forward(&self, side: &mut Side<'_>, [q, k, v]: [Matrix; 3], out: Matrix, lse: u64) {
+        let (gpu, d, list) = (side.gpu, self.size, &self.lists.queries);
+        let hopper = is_hopper(gpu);
+        let (name, grid, mut arguments): (_, _, Vec<Arg>);
+        if hopper {
+            let blocks = list.len.min(gpu.multiprocessors);
+            name = "attention_forward_sm90";
+            grid = Grid { blocks, threads: 384, shared: 1024 + 6 * 256 * d };
+            arguments = [q, k, v].map(|x| self.map(x, TILE)).to_vec();
+            arguments.extend([out.pointer, lse, list.pointer].map(Arg::from));
+            arguments.extend([Arg::from(list.len), gpu.counter(0).into(), out.stride.into()]);
+        } else {
+            name = "attention_forward";
+            grid = Grid { blocks: list.len, threads: 128, shared: 256 * d * 2 };
+            arguments = [q, k, v, out].map(|x| Arg::from(x.pointer)).to_vec();
+            arguments.extend([lse, list.pointer].map(Arg::from));
+            arguments.extend([q, k, v, out].map(|x| Arg::from(x.stride)));
+        }
+        arguments.extend([Arg::from(self.tokens), self.shared().into(), self.scale.into()]);
+        side.launch(self.module(hopper), name, grid, &arguments);
+    }
+
+    /// The gradients of q, k and v, from what [`Layout::forward`] took and gave; `stats` is scratch of
+    /// [`Layout::stats_shape`].
+    pub(super) fn backward(
+        &self,
+        side: &mut Side<'_>,
+        [q, k, v, out, d_out]: [Matrix; 5],
+        [lse, stats]: [u64; 2],
+        gradients: [Matrix; 3],
+    ) {
+        let (gpu, inputs) = (side.gpu, [q, k, v, d_out]);
+        let hopper = is_hopper(gpu);
+        let prepare = self.stats(out, d_out, lse, stats);
+        let [d_query, d_key_value] = match hopper {
+            true => self.backward_sm90(gpu, inputs, stats, gradients),
+            false => self.backward_mma(gpu, inputs, stats, gradients),
+        };
+        for Launch { name, grid, arguments } in [prepare, d_query, d_key_value] {
+            side.launch(self.module(hopper), name, grid, &arguments);
+        }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -222,24 +259,12 @@ impl State {
     /// The gradients of q, k and v.
     fn backward(&self, d_out: &CubeTensor) -> [CubeTensor; 3] {
         let layout = &self.layout;
-        let gpu = gpu(d_out);
-        let hopper = is_hopper(gpu);
         let outs = [&self.q, &self.k, &self.v].map(|x| empty(x, x.shape(), x.dtype));
-        let stats = empty(d_out, [2, layout.heads, layout.lists.padded], DType::F32);
-        let [q, k, v, d_out_at] = [&self.q, &self.k, &self.v, d_out].map(pointer);
-        let [dq, dk, dv] = [0, 1, 2].map(|i| pointer(&outs[i]));
-        let [out, lse, stats_at] = [&self.out, &self.lse, &stats].map(pointer);
-        let prepare = layout.stats([out, d_out_at, lse, stats_at]);
-        let inputs = [q, k, v, d_out_at, stats_at];
-        let [d_query, d_key_value] = match hopper {
-            true => layout.backward_sm90(gpu, inputs, [dq, dk, dv]),
-            false => layout.backward_mma(gpu, inputs, [dq, dk, dv]),
-        };
-        gpu.enter(|side| {
-            for Launch { name, grid, arguments } in [prepare, d_query, d_key_value] {
-                side.launch(layout.module(hopper), name, grid, &arguments);
-            }
-        });
+        let stats = empty(d_out, layout.stats_shape(), DType::F32);
+        let inputs = [&self.q, &self.k, &self.v, &self.out, d_out].map(of_heads);
+        let scratch = [&self.lse, &stats].map(pointer);
+        let gradients = outs.each_ref().map(of_heads);
+        gpu(d_out).enter(|side| layout.backward(side, inputs, scratch, gradients));
         outs
     }
 }
@@ -252,10 +277,10 @@ struct Launch {
 }
 
 impl Layout {
-    fn stats(&self, [out, d_out, lse, stats]: [u64; 4]) -> Launch {
+    fn stats(&self, out: Matrix, d_out: Matrix, lse: u64, stats: u64) -> Launch {
         let list = &self.lists.queries;
-        let mut arguments = [out, d_out, lse, stats, list.pointer].map(Arg::from).to_vec();
-        let sizes = [self.q_width(), self.q_width(), self.tokens, self.heads, self.lists.padded];
+        let mut arguments = [out.pointer, d_out.pointer, lse, stats, list.pointer].map(Arg::from).to_vec();
+        let sizes = [out.stride, d_out.stride, self.tokens, self.heads, self.lists.padded];
         arguments.extend(sizes.map(Arg::from));
         Launch { name: "attention_stats", grid: Grid::new(list.len, 256), arguments }
     }
@@ -265,20 +290,27 @@ impl Layout {
         [self.heads.into(), self.lists.padded.into(), self.shared().into(), self.scale.into()]
     }
 
-    fn backward_mma(&self, gpu: &Gpu, inputs: [u64; 5], [dq, dk, dv]: [u64; 3]) -> [Launch; 2] {
-        let (wide, narrow, d) = (self.q_width(), self.k_width(), self.size);
+    fn backward_mma(
+        &self,
+        gpu: &Gpu,
+        inputs: [Matrix; 4],
+        stats: u64,
+        [dq, dk, dv]: [Matrix; 3],
+    ) -> [Launch; 2] {
+        let d = self.size;
         let stages = super::kernels::attention_stages(gpu.shared_memory);
-        let strides = [wide, narrow, narrow, wide];
+        let strides = inputs.map(|x| x.stride);
         let (queries, keys) = (&self.lists.queries, &self.lists.keys);
-        let mut first = inputs.map(Arg::from).to_vec();
-        first.extend([dq, queries.pointer].map(Arg::from));
+        let mut first = inputs.map(|x| Arg::from(x.pointer)).to_vec();
+        first.push(stats.into());
+        let mut second = first.clone();
+        first.extend([dq.pointer, queries.pointer].map(Arg::from));
         first.extend(strides.map(Arg::from));
-        first.push(wide.into());
+        first.push(dq.stride.into());
         first.extend(self.rest());
-        let mut second = inputs.map(Arg::from).to_vec();
-        second.extend([dk, dv, keys.pointer].map(Arg::from));
+        second.extend([dk.pointer, dv.pointer, keys.pointer].map(Arg::from));
         second.extend(strides.map(Arg::from));
-        second.extend([narrow, narrow].map(Arg::from));
+        second.extend([dk.stride, dv.stride].map(Arg::from));
         second.extend(self.rest());
         let grid = Grid { blocks: queries.len, threads: 128, shared: (256 + 64 * stages) * d * 2 };
         let d_query = Launch { name: "attention_dq", grid, arguments: first };
@@ -287,25 +319,25 @@ impl Layout {
         [d_query, Launch { name: "attention_dkdv", grid, arguments: second }]
     }
 
-    fn backward_sm90(&self, gpu: &Gpu, inputs: [u64; 5], [dq, dk, dv]: [u64; 3]) -> [Launch; 2] {
-        let [q, k, v, d_out, stats] = inputs;
-        let (wide, narrow, d) = (self.q_width(), self.k_width(), self.size);
-        let maps = |rows: usize| {
-            vec![
-                self.map(q, self.heads, rows),
-                self.map(k, self.groups, TILE),
-                self.map(v, self.groups, TILE),
-                self.map(d_out, self.heads, rows),
-            ]
+    fn backward_sm90(
+        &self,
+        gpu: &Gpu,
+        [q, k, v, d_out]: [Matrix; 4],
+        stats: u64,
+        [dq, dk, dv]: [Matrix; 3],
+    ) -> [Launch; 2] {
+        let d = self.size;
+        let maps = |rows| {
+            vec![self.map(q, rows), self.map(k, TILE), self.map(v, TILE), self.map(d_out, rows), stats.into()]
         };
         let (queries, keys) = (&self.lists.queries, &self.lists.keys);
         let mut first = maps(TILE);
-        first.extend([stats, dq, queries.pointer].map(Arg::from));
-        first.extend([Arg::from(queries.len), gpu.counter(1).into(), wide.into()]);
+        first.extend([dq.pointer, queries.pointer].map(Arg::from));
+        first.extend([Arg::from(queries.len), gpu.counter(1).into(), dq.stride.into()]);
         first.extend(self.rest());
         let mut second = maps(64);
-        second.extend([stats, dk, dv, keys.pointer].map(Arg::from));
-        second.extend([Arg::from(keys.len), gpu.counter(2).into(), narrow.into(), narrow.into()]);
+        second.extend([dk.pointer, dv.pointer, keys.pointer].map(Arg::from));
+        second.extend([Arg::from(keys.len), gpu.counter(2).into(), dk.stride.into(), dv.stride.into()]);
         second.extend(self.rest());
         let blocks = |n: usize| n.min(gpu.multiprocessors);
         let grid = Grid { blocks: blocks(queries.len), threads: 384, shared: 1024 + 7 * 256 * d };
@@ -315,12 +347,13 @@ impl Layout {
     }
 }
 
-/// A map of dense bf16 `[tokens, heads, size]`, in boxes of `rows` tokens and 64 elements.
-fn tensor_map(pointer: u64, tokens: usize, heads: usize, size: usize, rows: usize) -> cu::CUtensorMap {
+/// A map of a bf16 matrix whose rows are tokens and whose columns heads of `size`, in boxes of `rows` tokens and 64
+/// elements.
+fn tensor_map(x: &Matrix, size: usize, rows: usize) -> cu::CUtensorMap {
     // SAFETY: a tensor map is plain words, for which zeros are valid.
     let mut map: cu::CUtensorMap = unsafe { std::mem::zeroed() };
-    let sizes = [size as u64, heads as u64, tokens as u64];
-    let strides = [size as u64 * 2, (heads * size) as u64 * 2];
+    let sizes = [size as u64, (x.columns / size) as u64, x.rows as u64];
+    let strides = [size as u64 * 2, x.stride as u64 * 2];
     let (boxes, ones) = ([64u32, 1, rows as u32], [1u32; 3]);
     // SAFETY: the arrays have the rank's length, the strides one less; the map is written in place.
     let result = unsafe {
@@ -328,7 +361,7 @@ fn tensor_map(pointer: u64, tokens: usize, heads: usize, size: usize, rows: usiz
             &mut map,
             cu::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             3,
-            pointer as *mut std::ffi::c_void,
+            x.pointer as *mut std::ffi::c_void,
             sizes.as_ptr(),
             strides.as_ptr(),
             boxes.as_ptr(),

@@ -35,7 +35,14 @@ pub struct Gpu {
     pub shared_memory: usize,
     workspace: u64,
     counters: u64,
+    pool: cu::CUmemoryPool,
     caches: Mutex<Caches>,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gpu (compute capability {})", self.capability)
+    }
 }
 
 // SAFETY: contexts, streams and events of the driver may be used from any thread; `enter` holds the
@@ -53,7 +60,7 @@ struct Caches {
 /// The side stream, entered: what is launched through it runs in order.
 pub struct Side<'a> {
     /// The card.
-    pub gpu: &'a Gpu,
+    pub gpu: &'static Gpu,
     caches: MutexGuard<'a, Caches>,
 }
 
@@ -116,7 +123,8 @@ impl Gpu {
             });
         }
         let shared = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let products = Products::new()?;
+        let products = Products::new((major * 10 + minor) as u32)?;
+        let pool = super::memory::pool(index)?;
         Ok(Gpu {
             context,
             stream,
@@ -127,21 +135,23 @@ impl Gpu {
             shared_memory: attribute(device, shared)? as usize,
             workspace,
             counters,
+            pool,
             caches: Mutex::new(Caches { kernels: Kernels::default(), products }),
         })
     }
 
     /// Runs `work` on the side stream, after all that was launched and before all that will be.
     /// Resolve pointers before: that is what makes earlier launches reach the card.
-    pub fn enter<R>(&self, work: impl FnOnce(&mut Side<'_>) -> R) -> R {
+    pub fn enter<R>(&'static self, work: impl FnOnce(&mut Side<'_>) -> R) -> R {
         let caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
         let mut side = Side { gpu: self, caches };
+        self.make_current();
         // SAFETY: handles made by `new`, which live as long as the process.
         unsafe {
-            must(cu::cuCtxSetCurrent(self.context), "setting the context");
             must(cu::cuCtxRecordEvent(self.context, self.before), "recording what came before");
             must(cu::cuStreamWaitEvent(self.stream, self.before, 0), "waiting for what came before");
         }
+        side.mark(|| None);
         let result = work(&mut side);
         // SAFETY: as above.
         unsafe {
@@ -149,12 +159,6 @@ impl Gpu {
             must(cu::cuCtxWaitEvent(self.context, self.after), "ordering an op");
         }
         result
-    }
-
-    /// Makes the card's context that of the calling thread.
-    pub fn make_current(&self) {
-        // SAFETY: a context made by `new`, which lives as long as the process.
-        must(unsafe { cu::cuCtxSetCurrent(self.context) }, "setting the context");
     }
 
     /// The address of counter `n`, an int that is 0 between launches.
@@ -171,6 +175,17 @@ impl Gpu {
     /// The side stream.
     pub fn stream(&self) -> cu::CUstream {
         self.stream
+    }
+
+    /// The pool of `memory.rs`.
+    pub(super) fn pool(&self) -> cu::CUmemoryPool {
+        self.pool
+    }
+
+    /// Makes the card's context that of the thread.
+    pub(super) fn make_current(&self) {
+        // SAFETY: the context lives as long as the process.
+        must(unsafe { cu::cuCtxSetCurrent(self.context) }, "setting the context");
     }
 }
 
@@ -253,7 +268,7 @@ fn attribute(device: cu::CUdevice, attribute: Attribute) -> Result<i32, Unusable
     Ok(value)
 }
 
-fn ok(result: CUresult, what: &str) -> Result<(), Unusable> {
+pub(super) fn ok(result: CUresult, what: &str) -> Result<(), Unusable> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }

@@ -12,8 +12,9 @@ use burn::tensor::{DType, Tensor};
 use burn_cubecl::tensor::CubeTensor;
 
 use super::super::tape::record;
-use super::kernels::{Arg, Files, Grid, Module};
-use super::tensor::{dense, empty, gpu, is_on_card, pointer};
+use super::gemm::Matrix;
+use super::launches::Rotation;
+use super::tensor::{dense, empty, gpu, is_on_card, matrix, pointer};
 use crate::ops::Rope;
 
 /// The row-wise ops.
@@ -93,25 +94,8 @@ impl ElementOps for Cube {
     fn cuda_rms_norm(x: CubeTensor, weight: CubeTensor, eps: f64) -> CubeTensor {
         let (x, weight) = (dense(x), dense(weight));
         let out = empty(&x, x.shape(), x.dtype);
-        let norm = Norm::new(&x, &weight);
-        let [from, w, to] = [&x, &weight, &out].map(pointer);
-        let blocks = norm.rows.div_ceil(norm.rows_per_block());
-        let width = norm.width;
-        let arguments = [
-            from.into(),
-            0u64.into(),
-            w.into(),
-            0u64.into(),
-            to.into(),
-            width.into(),
-            width.into(),
-            width.into(),
-            width.into(),
-            norm.rows.into(),
-            (eps as f32).into(),
-        ];
-        let grid = Grid::new(blocks, norm.threads());
-        gpu(&x).enter(|side| side.launch(norm.module, "rms_norm_forward", grid, &arguments));
+        let [from, w, to] = [&x, &weight, &out].map(matrix);
+        gpu(&x).enter(|side| side.norm(from, w, to, eps as f32));
         out
     }
 
@@ -132,51 +116,10 @@ impl ElementOps for Cube {
     fn cuda_swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {
         let (gate, up) = (dense(gate), dense(up));
         let out = empty(&gate, gate.shape(), gate.dtype);
-        let [rows, width] = [gate.shape()[0], gate.shape()[1]];
-        let module = Module::of(Files::Swiglu, width, gate.dtype == DType::F32);
-        let [g, u, o] = [&gate, &up, &out].map(pointer);
-        let arguments = [g.into(), u.into(), o.into(), width.into(), width.into(), rows.into()];
-        let grid = Grid::new((rows * width).div_ceil(2048), 256);
-        gpu(&gate).enter(|side| side.launch(module, "swiglu_forward", grid, &arguments));
+        let [g, u, to] = [&gate, &up, &out].map(matrix);
+        gpu(&gate).enter(|side| side.swiglu(g, u, to));
         out
     }
-}
-
-/// The norm's module and spread for a tensor.
-struct Norm {
-    module: Module,
-    rows: usize,
-    width: usize,
-}
-
-impl Norm {
-    fn new(x: &CubeTensor, weight: &CubeTensor) -> Self {
-        let [rows, width] = [x.shape()[0], x.shape()[1]];
-        Self { module: module(Files::Norm, width, x, Some(weight)), rows, width }
-    }
-
-    /// Threads that share a row.
-    fn row_threads(&self) -> usize {
-        let mut threads = 32;
-        while self.width > threads * 32 {
-            threads *= 2;
-        }
-        threads
-    }
-
-    fn threads(&self) -> usize {
-        self.row_threads().max(256)
-    }
-
-    fn rows_per_block(&self) -> usize {
-        self.threads() / self.row_threads()
-    }
-}
-
-fn module(files: Files, size: usize, x: &CubeTensor, weight: Option<&CubeTensor>) -> Module {
-    let float32 = x.dtype == DType::F32;
-    let wide = weight.is_some_and(|weight| weight.dtype == DType::F32);
-    Module { weight_float32: wide && !float32, ..Module::of(files, size, float32) }
 }
 
 fn rotate(
@@ -186,32 +129,24 @@ fn rotate(
     sin: &CubeTensor,
     eps: f64,
 ) -> CubeTensor {
-    let [tokens, heads, size] = [x.shape()[0], x.shape()[1], x.shape()[2]];
     let out = empty(x, x.shape(), x.dtype);
-    let [from, cos, sin, to] = [x, cos, sin, &out].map(pointer);
-    let w = weight.map_or(0, pointer);
-    let width = heads * size;
-    // All heads count as query heads.
-    let arguments = [
-        from.into(),
-        w.into(),
-        w.into(),
-        cos.into(),
-        sin.into(),
-        to.into(),
-        to.into(),
-        width.into(),
-        size.into(),
-        width.into(),
-        width.into(),
-        tokens.into(),
-        heads.into(),
-        0usize.into(),
-        (eps as f32).into(),
-    ];
-    let (module, grid) = (module(Files::Rope, size, x, weight), Grid::new(tokens.div_ceil(8), 256));
-    gpu(x).enter(|side| side.launch(module, "qk_norm_rope_forward", grid, &arguments));
+    let rotation = rotation(x, weight, [cos, sin], eps as f32);
+    let [from, to] = [x, &out].map(of_heads);
+    gpu(x).enter(|side| side.rotate(from, to, to, &rotation));
     out
+}
+
+/// All heads count as query heads.
+fn rotation(x: &CubeTensor, weight: Option<&CubeTensor>, tables: [&CubeTensor; 2], eps: f32) -> Rotation {
+    let [cos, sin] = tables.map(matrix);
+    let norms = weight.map(|weight| [matrix(weight); 2]);
+    Rotation { norms, cos, sin, heads: [x.shape()[1], 0], size: x.shape()[2], eps }
+}
+
+/// A dense tensor of heads as a matrix with a row a token.
+fn of_heads(x: &CubeTensor) -> Matrix {
+    let [tokens, heads, size] = [x.shape()[0], x.shape()[1], x.shape()[2]];
+    Matrix::dense(pointer(x), tokens, heads * size, x.dtype)
 }
 
 impl<C: CheckpointStrategy> ElementOps for Autodiff<Cube, C> {
@@ -268,63 +203,17 @@ impl Backward<Cube, 2> for NormBackward {
         let grad = dense(grads.consume::<Cube>(&ops.node));
         let NormState { x, weight, eps } = ops.state;
         let [x_node, weight_node] = ops.parents;
-        let norm = Norm::new(&x, &weight);
-        let (rows, width, gpu) = (norm.rows, norm.width, gpu(&x));
         let dx = empty(&x, x.shape(), x.dtype);
-        let mut blocks = rows.div_ceil(norm.rows_per_block());
-        if weight_node.is_some() {
-            blocks = blocks.min(8 * gpu.multiprocessors);
-        }
-        let sums = weight_node.is_some().then(|| WeightSums::new(&x, blocks, width));
-        let [h, w, dy, to] = [&x, &weight, &grad, &dx].map(pointer);
-        let mut arguments = vec![h.into(), w.into(), dy.into(), 0u64.into(), to.into()];
-        arguments.extend(sums.as_ref().map(|sums| Arg::from(sums.partials_pointer)));
-        arguments.extend([width, width, width, width, rows].map(Arg::from));
-        arguments.push(eps.into());
-        let name = if sums.is_some() { "rms_norm_backward_weight" } else { "rms_norm_backward" };
-        let grid = Grid::new(blocks, norm.threads());
-        gpu.enter(|side| {
-            side.launch(norm.module, name, grid, &arguments);
-            if let Some(sums) = &sums {
-                sums.add(side);
-            }
-        });
+        let dw = weight_node.is_some().then(|| empty(&x, weight.shape(), DType::F32));
+        let matrices = [&x, &weight, &grad, &dx].map(matrix);
+        let d_weight = dw.as_ref().map(matrix);
+        gpu(&x).enter(|side| side.norm_backward(matrices, None, d_weight, eps));
         if let Some(node) = x_node {
             grads.register::<Cube>(node.id, dx);
         }
-        if let (Some(node), Some(sums)) = (weight_node, sums) {
-            grads.register::<Cube>(node.id, super::tensor::cast(sums.out, weight.dtype));
+        if let (Some(node), Some(dw)) = (weight_node, dw) {
+            grads.register::<Cube>(node.id, super::tensor::cast(dw, weight.dtype));
         }
-    }
-}
-
-/// Blocks' shares of a weight's gradient, and their sum.
-struct WeightSums {
-    partials: CubeTensor,
-    out: CubeTensor,
-    partials_pointer: u64,
-    out_pointer: u64,
-}
-
-impl WeightSums {
-    fn new(like: &CubeTensor, blocks: usize, width: usize) -> Self {
-        let partials = empty(like, [blocks, width], DType::F32);
-        let out = empty(like, [width], DType::F32);
-        let [partials_pointer, out_pointer] = [&partials, &out].map(pointer);
-        Self { partials, out, partials_pointer, out_pointer }
-    }
-
-    fn add(&self, side: &mut super::driver::Side<'_>) {
-        let [blocks, width] = [self.partials.shape()[0], self.partials.shape()[1]];
-        let arguments = [
-            self.partials_pointer.into(),
-            self.out_pointer.into(),
-            blocks.into(),
-            width.into(),
-            0usize.into(),
-        ];
-        let grid = Grid::new(width.div_ceil(32), 256);
-        side.launch(Module::bf16(Files::Small, 0), "sum_partials", grid, &arguments);
     }
 }
 
@@ -342,32 +231,17 @@ impl RopeState {
     /// The gradient of x, and that of the weight if `with_weight`.
     fn backward(&self, grad: CubeTensor, with_weight: bool) -> (CubeTensor, Option<CubeTensor>) {
         let grad = dense(grad);
-        let [tokens, heads, size] = [grad.shape()[0], grad.shape()[1], grad.shape()[2]];
-        let gpu = gpu(&grad);
         let dx = empty(&grad, grad.shape(), grad.dtype);
-        let mut blocks = tokens.div_ceil(8);
-        if with_weight {
-            blocks = blocks.min(8 * gpu.multiprocessors);
-        }
+        let size = grad.shape()[2];
         // Room for the gradients of q's and of k's norm; the second stays 0.
-        let sums = with_weight.then(|| WeightSums::new(&grad, blocks, 2 * size));
-        let [dy, to, cos, sin] = [&grad, &dx, &self.cos, &self.sin].map(pointer);
-        let [x, w] = [&self.x, &self.weight].map(|tensor| tensor.as_ref().map_or(0, pointer));
-        let width = heads * size;
-        let mut arguments = vec![x.into(), w.into(), w.into(), cos.into(), sin.into()];
-        arguments.extend([dy, dy, to].map(Arg::from));
-        arguments.extend(sums.as_ref().map(|sums| Arg::from(sums.partials_pointer)));
-        arguments.extend([width, size, width, width, width, tokens, heads, 0].map(Arg::from));
-        arguments.push(self.eps.into());
-        let name = if with_weight { "qk_norm_rope_backward_weight" } else { "qk_norm_rope_backward" };
-        let module = module(Files::Rope, size, &grad, self.weight.as_ref());
-        gpu.enter(|side| {
-            side.launch(module, name, Grid::new(blocks, 256), &arguments);
-            if let Some(sums) = &sums {
-                sums.add(side);
-            }
-        });
-        let dw = sums.map(|sums| Cube::float_slice(sums.out, &[(0..size).into()]));
+        let sums = with_weight.then(|| empty(&grad, [2 * size], DType::F32));
+        let rotation = rotation(&grad, self.weight.as_ref(), [&self.cos, &self.sin], self.eps);
+        let [dy, to] = [&grad, &dx].map(of_heads);
+        // Without a norm x isn't looked at.
+        let x = self.x.as_ref().map_or(dy, of_heads);
+        let d_weights = sums.as_ref().map(matrix);
+        gpu(&grad).enter(|side| side.rotate_backward([x, dy, dy, to], d_weights, &rotation));
+        let dw = sums.map(|sums| Cube::float_slice(sums, &[(0..size).into()]));
         (dx, dw)
     }
 }
@@ -420,15 +294,10 @@ impl Backward<Cube, 2> for SwigluBackward {
     fn backward(self, ops: Ops<SwigluState, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let grad = dense(grads.consume::<Cube>(&ops.node));
         let SwigluState { gate, up } = ops.state;
-        let [rows, width] = [gate.shape()[0], gate.shape()[1]];
         let [d_gate, d_up] = [&gate, &up].map(|x| empty(x, x.shape(), x.dtype));
-        let module = Module::of(Files::Swiglu, width, gate.dtype == DType::F32);
-        let mut arguments: Vec<_> =
-            [&gate, &up, &grad, &d_gate, &d_up].map(|x| pointer(x).into()).into_iter().collect();
-        arguments.push(0u64.into());
-        arguments.extend([width, width, width, width, rows].map(Arg::from));
-        let grid = Grid::new((rows * width).div_ceil(2048), 256);
-        gpu(&gate).enter(|side| side.launch(module, "swiglu_backward", grid, &arguments));
+        let inputs = [&gate, &up, &grad].map(matrix);
+        let outputs = [&d_gate, &d_up].map(matrix);
+        gpu(&gate).enter(|side| side.swiglu_backward(inputs, outputs, None));
         for (node, gradient) in ops.parents.into_iter().zip([d_gate, d_up]) {
             if let Some(node) = node {
                 grads.register::<Cube>(node.id, gradient);

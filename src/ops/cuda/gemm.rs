@@ -8,10 +8,25 @@ use std::ptr::null_mut;
 use burn::tensor::DType;
 use cudarc::cublaslt::sys::{
     self as lt, cublasLtMatmulDescAttributes_t as Desc, cublasLtMatmulPreferenceAttributes_t as Preference,
-    cublasStatus_t as Status,
+    cublasLtMatmulTile_t as Tile, cublasStatus_t as Status,
 };
 
 use super::driver::{Side, Unusable, WORKSPACE};
+
+/// How many of cuBLASLt's choices are looked at.
+const CHOICES: usize = 8;
+/// Elements of an output from which on the tile matters.
+const LARGE: usize = 1 << 22;
+/// Summands from which on cuBLASLt's first choice is taken.
+const LONG: usize = 1 << 14;
+/// Tiles that were faster on an H200 than cuBLASLt's first choice, by up to 15 %, best first: they leave room for the
+/// next tile's loads beside the stores of the last one's results (`tools/cuda/products.py`). The choice depends on
+/// nothing but the shapes, so that a product's bits do.
+const PREFERRED: [Tile; 3] = [
+    Tile::CUBLASLT_MATMUL_TILE_128x160,
+    Tile::CUBLASLT_MATMUL_TILE_176x128,
+    Tile::CUBLASLT_MATMUL_TILE_168x128,
+];
 
 /// A row-major matrix on the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -31,6 +46,11 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// A matrix without gaps.
+    pub fn dense(pointer: u64, rows: usize, columns: usize, dtype: DType) -> Self {
+        Self { pointer, rows, columns, stride: columns, dtype, transposed: false }
+    }
+
     /// The transpose, without moving anything.
     pub fn t(self) -> Self {
         Self { transposed: !self.transposed, ..self }
@@ -62,30 +82,34 @@ impl Matrix {
 /// What decides about descriptors and algorithm: the matrices without their addresses.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
-    matrices: [Matrix; 3],
-    alignments: [u32; 3],
+    /// a, b, what is added, and the output.
+    matrices: [Matrix; 4],
+    alignments: [u32; 4],
     adds: bool,
 }
 
 struct Plan {
     desc: lt::cublasLtMatmulDesc_t,
-    layouts: [lt::cublasLtMatrixLayout_t; 3],
+    /// In cuBLASLt's order: b, a, what is added, the output.
+    layouts: [lt::cublasLtMatrixLayout_t; 4],
     algorithm: lt::cublasLtMatmulAlgo_t,
 }
 
 /// cuBLASLt's handle and the prepared products.
 pub struct Products {
     handle: lt::cublasLtHandle_t,
+    /// The card's, as in [`super::driver::Gpu`].
+    capability: u32,
     plans: HashMap<Key, Plan>,
 }
 
 impl Products {
     /// Opens cuBLASLt on the current context.
-    pub fn new() -> Result<Self, Unusable> {
+    pub fn new(capability: u32) -> Result<Self, Unusable> {
         let mut handle = null_mut();
         // SAFETY: the library was found, and the call gets a place for its result.
         match unsafe { lt::cublasLtCreate(&mut handle) } {
-            Status::CUBLAS_STATUS_SUCCESS => Ok(Self { handle, plans: HashMap::new() }),
+            Status::CUBLAS_STATUS_SUCCESS => Ok(Self { handle, capability, plans: HashMap::new() }),
             status => Err(Unusable {
                 problem: format!("cuBLASLt doesn't start: {status:?}"),
                 hint: "install CUDA's runtime libraries in a version that the driver supports",
@@ -93,18 +117,28 @@ impl Products {
         }
     }
 
-    fn plan(&mut self, a: &Matrix, b: &Matrix, out: &Matrix, adds: bool) -> &Plan {
-        let alignments = [a, b, out].map(Matrix::alignment);
-        let matrices = [a, b, out].map(|m| Matrix { pointer: 0, ..*m });
-        let handle = self.handle;
+    fn plan(&mut self, [a, b, c, out]: [&Matrix; 4], adds: bool) -> &Plan {
+        let alignments = [a, b, c, out].map(Matrix::alignment);
+        let matrices = [a, b, c, out].map(|m| Matrix { pointer: 0, ..*m });
+        let (handle, capability) = (self.handle, self.capability);
         let key = Key { matrices, alignments, adds };
-        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments))
+        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments, capability))
     }
 }
 
 impl Side<'_> {
     /// `out ← alpha · a · b + beta · out`
     pub fn product(&mut self, a: Matrix, b: Matrix, out: Matrix, alpha: f32, beta: f32) {
+        self.multiply([a, b, out, out], alpha, beta);
+    }
+
+    /// `out ← a · b + c`, with c's shape and type that of `out`.
+    pub fn product_onto(&mut self, a: Matrix, b: Matrix, c: Matrix, out: Matrix) {
+        assert_eq!((c.shape(), c.dtype), (out.shape(), out.dtype), "product onto {c:?} into {out:?}");
+        self.multiply([a, b, c, out], 1.0, 1.0);
+    }
+
+    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32) {
         let ([m, k], [k2, n]) = (a.shape(), b.shape());
         assert_eq!((k, out.shape()), (k2, [m, n]), "product of {a:?} and {b:?} into {out:?}");
         if m == 0 || n == 0 {
@@ -113,7 +147,7 @@ impl Side<'_> {
         let (workspace, stream) = (self.gpu.workspace(), self.gpu.stream());
         let products = self.products();
         let handle = products.handle;
-        let plan = products.plan(&a, &b, &out, beta != 0.0);
+        let plan = products.plan([&a, &b, &c, &out], beta != 0.0);
         let pointer = |x: &Matrix| x.pointer as *mut c_void;
         // SAFETY: the plan was made for these shapes, strides, types and alignments; the matrices
         // lie in tensors that the caller holds; the workspace belongs to this stream alone.
@@ -127,10 +161,10 @@ impl Side<'_> {
                 pointer(&a),
                 plan.layouts[1],
                 (&raw const beta).cast(),
-                pointer(&out),
+                pointer(&c),
                 plan.layouts[2],
                 pointer(&out),
-                plan.layouts[2],
+                plan.layouts[3],
                 &plan.algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
@@ -138,14 +172,20 @@ impl Side<'_> {
             )
         };
         must(status, "product", &[a, b, out]);
+        self.mark(|| Some(format!("product {m} × {n} × {k}")));
     }
 }
 
 /// cuBLASLt counts columns first, so it is told `outᵀ = bᵀ · aᵀ`: a row-major matrix is its own
 /// transpose, column by column.
-fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 3], alignments: [u32; 3]) -> Plan {
-    let [a, b, out] = matrices;
-    let order = [b, a, out];
+fn make_plan(
+    handle: lt::cublasLtHandle_t,
+    matrices: [Matrix; 4],
+    alignments: [u32; 4],
+    capability: u32,
+) -> Plan {
+    let [a, b, c, out] = matrices;
+    let order = [b, a, c, out];
     let mut desc = null_mut();
     // CUBLAS_OP_N is 0 and CUBLAS_OP_T is 1.
     let (on_b, on_a) = (i32::from(b.transposed), i32::from(a.transposed));
@@ -166,7 +206,8 @@ fn make_plan(handle: lt::cublasLtHandle_t, matrices: [Matrix; 3], alignments: [u
         }
     }
     let layouts = order.map(|x| layout(&x));
-    let algorithm = algorithm(handle, desc, &layouts, [alignments[1], alignments[0], alignments[2]], &order);
+    let alignments = [alignments[1], alignments[0], alignments[2], alignments[3]];
+    let algorithm = algorithm(handle, desc, &layouts, alignments, &order, capability);
     Plan { desc, layouts, algorithm }
 }
 
@@ -187,15 +228,16 @@ fn layout(x: &Matrix) -> lt::cublasLtMatrixLayout_t {
 fn algorithm(
     handle: lt::cublasLtHandle_t,
     desc: lt::cublasLtMatmulDesc_t,
-    layouts: &[lt::cublasLtMatrixLayout_t; 3],
-    alignments: [u32; 3],
-    matrices: &[Matrix],
+    layouts: &[lt::cublasLtMatrixLayout_t; 4],
+    alignments: [u32; 4],
+    matrices: &[Matrix; 4],
+    capability: u32,
 ) -> lt::cublasLtMatmulAlgo_t {
     let mut preference = null_mut();
     let mut found = 0;
-    let [a, b, out] = *layouts;
-    // SAFETY: a heuristic result is plain numbers, for which zeros are valid.
-    let mut result: lt::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+    let [a, b, c, out] = *layouts;
+    // SAFETY: heuristic results are plain numbers, for which zeros are valid.
+    let mut results: [lt::cublasLtMatmulHeuristicResult_t; CHOICES] = unsafe { std::mem::zeroed() };
     // SAFETY: each call gets a place for its result or a value of the size that it is told.
     unsafe {
         must(lt::cublasLtMatmulPreferenceCreate(&mut preference), "preference", matrices);
@@ -212,7 +254,7 @@ fn algorithm(
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignments[0]),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignments[1]),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignments[2]),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[2]),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignments[3]),
         ] {
             let value_pointer = (&raw const value).cast();
             let status = lt::cublasLtMatmulPreferenceSetAttribute(preference, attribute, value_pointer, 4);
@@ -223,18 +265,48 @@ fn algorithm(
             desc,
             a,
             b,
-            out,
+            c,
             out,
             preference,
-            1,
-            &mut result,
+            CHOICES as i32,
+            results.as_mut_ptr(),
             &mut found,
         );
         must(status, "algorithm", matrices);
         must(lt::cublasLtMatmulPreferenceDestroy(preference), "preference", matrices);
     }
-    assert!(found == 1, "cuBLASLt knows no way for the product of {matrices:?}");
-    result.algo
+    assert!(found > 0, "cuBLASLt knows no way for the product of {matrices:?}");
+    let choices = &results[..found as usize];
+    let out = &matrices[3];
+    let inner = matrices[1].shape()[1];
+    let large = out.dtype == DType::BF16 && out.rows * out.columns >= LARGE && inner <= LONG;
+    let preferred = PREFERRED.iter().filter(|_| large && capability == 90);
+    preferred
+        .flat_map(|&tile| choices.iter().find(|choice| config(&choice.algo, Config::Tile) == tile as u32))
+        .find(|choice| config(&choice.algo, Config::Splits) <= 1)
+        .unwrap_or(&choices[0])
+        .algo
+}
+
+/// An algorithm's settings that are looked at.
+#[derive(Debug, Clone, Copy)]
+enum Config {
+    Tile,
+    Splits,
+}
+
+fn config(algo: &lt::cublasLtMatmulAlgo_t, which: Config) -> u32 {
+    use lt::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+    let attribute = match which {
+        Config::Tile => Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID,
+        Config::Splits => Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
+    };
+    let (mut value, mut written) = (0u32, 0);
+    // SAFETY: both settings have 32 bits, and the call gets places for them and for the size.
+    let status = unsafe {
+        lt::cublasLtMatmulAlgoConfigGetAttribute(algo, attribute, (&raw mut value).cast(), 4, &mut written)
+    };
+    if status == Status::CUBLAS_STATUS_SUCCESS { value } else { 0 }
 }
 
 fn must(status: Status, what: &str, matrices: &[Matrix]) {

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys as cu;
@@ -15,6 +15,7 @@ use cudarc::nvrtc::sys as nvrtc;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use super::driver::{Side, must};
+use crate::folders;
 
 /// The files of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,6 +38,10 @@ pub enum Files {
     Optimizer,
     /// Sums of partial results.
     Small,
+    /// Adapters into their places beside stacked weights.
+    Adapters,
+    /// The embedding's gradient.
+    Embedding,
 }
 
 /// A module: files and what they are compiled with.
@@ -79,6 +84,8 @@ impl Module {
             Files::Rows => &[common, elements, include_str!("rows.cu")],
             Files::Optimizer => &[common, elements, include_str!("optimizer.cu")],
             Files::Small => &[common, elements, include_str!("small.cu")],
+            Files::Adapters => &[common, elements, include_str!("adapters.cu")],
+            Files::Embedding => &[common, elements, include_str!("embedding.cu")],
         };
         parts.join("\n")
     }
@@ -94,7 +101,7 @@ impl Module {
             Files::Norm => vec![format!("DIM={size}")],
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],
-            Files::Rows | Files::Optimizer | Files::Small => Vec::new(),
+            Files::Rows | Files::Optimizer | Files::Small | Files::Adapters | Files::Embedding => Vec::new(),
         };
         if self.float32 {
             defines.push("FLOAT32".into());
@@ -115,7 +122,7 @@ pub fn attention_stages(shared_memory: usize) -> usize {
 pub const CE_THREADS: usize = 1024;
 
 /// A kernel's argument.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum Arg {
     /// An address; 0 for null.
     Pointer(u64),
@@ -127,6 +134,8 @@ pub enum Arg {
     Map(cu::CUtensorMap),
     /// A structure of eight floats, by value.
     Floats([f32; 8]),
+    /// A structure of whole 8 bytes, by value.
+    Words(Vec<u64>),
 }
 
 impl Arg {
@@ -137,6 +146,7 @@ impl Arg {
             Arg::Float(x) => (&raw const *x).cast_mut().cast(),
             Arg::Map(x) => (&raw const *x).cast_mut().cast(),
             Arg::Floats(x) => (&raw const *x).cast_mut().cast(),
+            Arg::Words(x) => x.as_ptr().cast_mut().cast(),
         }
     }
 }
@@ -222,6 +232,7 @@ impl Side<'_> {
             )
         };
         must(result, name);
+        self.mark(|| Some(name.into()));
     }
 
     fn function(&mut self, module: Module, name: &'static str, shared: usize) -> cu::CUfunction {
@@ -270,24 +281,15 @@ fn cubin(source: &str, arch: &str, defines: &[String]) -> Vec<u8> {
     unsafe { nvrtc::nvrtcVersion(&mut major, &mut minor) };
     let what = format!("{source}\n{}\n{major}.{minor}", flags.join(" "));
     let name = format!("{:032x}.cubin", xxh3_128(what.as_bytes()));
-    let path = folder().map(|folder| folder.join(name));
-    if let Some(cubin) = path.as_deref().and_then(read) {
+    let path = folders::cache().join("kernels").join(name);
+    if let Some(cubin) = read(&path) {
         return cubin;
     }
     let cubin = compile(source, &flags);
-    if let Some(path) = path
-        && let Err(error) = write(&path, &cubin)
-    {
+    if let Err(error) = write(&path, &cubin) {
         tracing::warn!("compiled kernels can't be kept in {}: {error}", path.display());
     }
     cubin
-}
-
-/// `$XDG_CACHE_HOME/embertune/kernels`, else below `~/.cache`.
-fn folder() -> Option<PathBuf> {
-    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
-    Some(cache.join("embertune/kernels"))
 }
 
 /// The cubin, if its checksum is right.

@@ -20,7 +20,9 @@ use super::gemm::Matrix;
 use super::kernels::{Arg, CE_THREADS, Files, Grid, Module};
 use super::tensor::{cast, dense, empty, gpu, is_on_card, matrix, pointer};
 
-/// Bytes of a chunk's logits, about.
+/// Rows of a chunk: its products fill a card's multiprocessors about once, and more rows don't make them faster.
+const CHUNK_ROWS: usize = 4096;
+/// Bytes of a chunk's logits, at most.
 const CHUNK: usize = 2 << 30;
 
 /// The loss of trained rows under a head.
@@ -198,10 +200,9 @@ impl Head {
     }
 }
 
-/// Rows of a chunk, so that chunks are as large as each other and not too large.
+/// Rows of a chunk of `n` rows.
 fn chunk_rows(n: usize, row_bytes: usize) -> usize {
-    let chunks = n.div_ceil((CHUNK / row_bytes).max(1));
-    n.div_ceil(chunks).next_multiple_of(128).min(n)
+    (CHUNK / row_bytes).clamp(1, CHUNK_ROWS).min(n)
 }
 
 /// Addresses of a pass through the head.

@@ -11,14 +11,33 @@
 pub mod attention;
 mod driver;
 pub mod elements;
+pub mod embedding;
 mod gemm;
 mod kernels;
+mod launches;
+pub mod layer;
 pub mod loss;
+mod memory;
 pub mod nccl;
 pub mod optim;
 pub mod products;
 pub mod tensor;
+pub mod trace;
 mod work;
 
 pub use driver::{Gpu, Unusable, count};
 pub use tensor::{gpu_of, is_card};
+
+/// Bytes that the layer op has taken for itself on the device, beside Burn's pools; 0 where it isn't a card.
+pub fn reserved_bytes(device: &burn::tensor::Device) -> u64 {
+    tensor::card(device).and_then(|index| Gpu::open(index).ok()).map_or(0, Gpu::reserved_bytes)
+}
+
+/// Bytes that nobody has taken on the card; `None` where the device isn't one.
+pub fn free_bytes(device: &burn::tensor::Device) -> Option<u64> {
+    let gpu = tensor::card(device).and_then(|index| Gpu::open(index).ok())?;
+    Some(gpu.free_bytes() as u64)
+}
+
+/// How the message of a panic for want of memory begins.
+pub const OUT_OF_MEMORY: &str = "the card has too little memory";

@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use burn::backend::Cube;
+use burn::backend::{Cube, TensorMetadata};
 use burn::tensor::Tensor;
 use cudarc::driver::sys::{self as cu, CUresult};
 use libloading::Library;

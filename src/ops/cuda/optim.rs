@@ -7,8 +7,8 @@ use cudarc::driver::sys as cu;
 
 use super::driver::{Side, must};
 use super::kernels::{Arg, Files, Grid, Module};
-use super::tensor::{dense, empty, gpu, is_card, pointer, upload};
-use crate::ops::AdamW;
+use super::tensor::{address, dense, empty, gpu, is_card, pointer, upload};
+use crate::ops::{AdamW, Clip};
 
 /// Elements of a piece: one block works on it.
 const PIECE: usize = 8192;
@@ -57,7 +57,7 @@ fn table(like: &CubeTensor, pieces: &[Piece]) -> CubeTensor {
 pub fn sum_squares(xs: Vec<Tensor<1>>) -> Tensor<1> {
     let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
     let like = &xs[0];
-    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, pointer(x)], 0.0)).collect();
+    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, address(x)], 0.0)).collect();
     let table = table(like, &list);
     let partials = empty(like, [list.len()], DType::F32);
     let out = empty(like, [1], DType::F32);
@@ -79,22 +79,22 @@ pub fn alike(steps: &[AdamW]) -> bool {
     steps.windows(2).all(|pair| same(&pair[0]) == same(&pair[1]))
 }
 
-/// One update of each `[parameter, m, v, gradient]`: the new parameters, m and v. Memory that
-/// nobody else holds is updated in place.
-pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW]) -> Vec<[Tensor<1>; 3]> {
-    let mut copies = Vec::new();
+/// One update of each `[parameter, m, v, gradient]`: the new parameters, m and v. Memory that nobody else holds is
+/// updated in place; the others' new values share one allocation.
+pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>) -> Vec<[Tensor<1>; 3]> {
+    let tensors: Vec<[CubeTensor; 4]> = tensors.into_iter().map(|of_one| of_one.map(primitive)).collect();
+    let (kept, copies) = own(tensors);
     let mut list = Vec::new();
-    let mut kept = Vec::with_capacity(tensors.len());
-    for (tensors, step) in tensors.into_iter().zip(steps) {
-        let [param, m, v, grad] = tensors.map(primitive);
-        let [param, m, v] = [param, m, v].map(|x| own(x, &mut copies));
-        let addresses = [&param, &m, &v, &grad].map(pointer);
+    for ([param, m, v, grad], step) in kept.iter().zip(steps) {
+        let addresses = [param, m, v, grad].map(address);
         list.extend(pieces(param.shape()[0], addresses, step.weight_decay as f32));
-        kept.push([param, m, v, grad]);
     }
     let like = &kept[0][0];
     let table = table(like, &list);
-    let arguments = [pointer(&table).into(), 0u64.into(), scalars(&steps[0])];
+    let squares = clip.map(|clip| primitive(clip.squares.clone()));
+    // These look-ups wait for what was launched before.
+    let squares_at = squares.as_ref().map_or(0, pointer);
+    let arguments = [pointer(&table).into(), squares_at.into(), scalars(&steps[0], clip)];
     gpu(like).enter(|side| {
         copies.iter().for_each(|copy| copy.run(side));
         let grid = Grid::new(list.len(), 256);
@@ -105,7 +105,7 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW]) -> Vec<[Tensor<1>; 3
 }
 
 /// `Adam` of `optimizer.cu`.
-fn scalars(step: &AdamW) -> Arg {
+fn scalars(step: &AdamW, clip: Option<&Clip>) -> Arg {
     let k = step.update as i32;
     let numbers = [
         step.lr,
@@ -115,34 +115,56 @@ fn scalars(step: &AdamW) -> Arg {
         1.0 - step.beta1.powi(k),
         (1.0 - step.beta2.powi(k)).sqrt(),
         step.grad_scale,
-        0.0,
+        clip.and_then(|clip| clip.max_norm).unwrap_or(0.0),
     ];
     Arg::Floats(numbers.map(|x| x as f32))
 }
 
 /// A copy to make before the update.
 struct Copy {
-    from: CubeTensor,
-    from_pointer: u64,
-    to_pointer: u64,
+    /// Holds the memory.
+    _from: Vec<CubeTensor>,
+    from: u64,
+    to: u64,
+    bytes: usize,
 }
 
 impl Copy {
     fn run(&self, side: &Side<'_>) {
-        let bytes = self.from.shape().num_elements() * 4;
-        // SAFETY: both are tensors of that many bytes, held until the launches are queued.
-        let result =
-            unsafe { cu::cuMemcpyDtoDAsync_v2(self.to_pointer, self.from_pointer, bytes, side.gpu.stream()) };
-        must(result, "copying a parameter");
+        // SAFETY: both are memory of that many bytes, held until the launches are queued.
+        let result = unsafe { cu::cuMemcpyDtoDAsync_v2(self.to, self.from, self.bytes, side.gpu.stream()) };
+        must(result, "copying parameters");
     }
 }
 
-/// The tensor if nobody else holds its memory, else a place for a copy of it.
-fn own(x: CubeTensor, copies: &mut Vec<Copy>) -> CubeTensor {
-    if x.can_mut() {
-        return x;
+/// Parameters, m and v whose memory nobody else holds: the tensors themselves, or new places and the copies that
+/// fill them. What lies together is copied together.
+fn own(tensors: Vec<[CubeTensor; 4]>) -> (Vec<[CubeTensor; 4]>, Vec<Copy>) {
+    let mut kept = tensors;
+    let mut copies: Vec<Copy> = Vec::new();
+    for part in 0..3 {
+        let shared: Vec<usize> = (0..kept.len()).filter(|&n| !kept[n][part].can_mut()).collect();
+        let Some(&first) = shared.first() else { continue };
+        let shapes: Vec<_> = shared.iter().map(|&n| kept[n][part].shape()).collect();
+        let places = super::tensor::pieces(&kept[first][part], &shapes, DType::F32);
+        for (&n, place) in shared.iter().zip(places) {
+            let old = std::mem::replace(&mut kept[n][part], place);
+            let (from, to) = (address(&old), address(&kept[n][part]));
+            let bytes = old.shape().num_elements() * 4;
+            match copies.last_mut() {
+                Some(last) if last.from + (to - last.to) == from && to > last.to && part_of(last, to) => {
+                    last.bytes = (to - last.to) as usize + bytes;
+                    last._from.push(old);
+                }
+                _ => copies.push(Copy { _from: vec![old], from, to, bytes }),
+            }
+        }
     }
-    let to = empty(&x, x.shape(), x.dtype);
-    copies.push(Copy { from_pointer: pointer(&x), to_pointer: pointer(&to), from: x });
-    to
+    (kept, copies)
+}
+
+/// Whether the place follows what the copy fills, but for the gap up to its alignment.
+fn part_of(copy: &Copy, to: u64) -> bool {
+    let end = copy.to + copy.bytes as u64;
+    end <= to && to - end < super::tensor::PIECE_ALIGNMENT
 }

@@ -138,36 +138,3 @@ KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const floa
         if (piece.copy) piece.copy[i] = to_bf16(p);
     }
 }
-
-// d_weight[ids[n]] += Σ of the rows of d_hidden whose token is ids[n]: rows order[starts[n]] … order[starts[n + 1] − 1],
-// in that order (four interleaved sums). One writer an element. width: a multiple of 8.
-// grid = (unique ids, ceil(width / 512)), 256 threads.
-KERNEL __launch_bounds__(256)
-    embedding_backward(const element* __restrict__ d_hidden, const int* __restrict__ ids, const int* __restrict__ starts,
-                       const int* __restrict__ order, gradient* __restrict__ d_weight, int d_hidden_stride, int width) {
-    __shared__ float sums[3][64][9]; // 9: no two lanes in one bank
-    const int lane = threadIdx.x % 64, line = threadIdx.x / 64, column = blockIdx.y * 512 + lane * 8;
-    const int end = starts[blockIdx.x + 1];
-    const bool inside = column < width;
-    float sum[8] = {};
-    if (inside) {
-#pragma unroll 4
-        for (int i = starts[blockIdx.x] + line; i < end; i += 4) {
-            float x[8];
-            load8(x, d_hidden + (long long)order[i] * d_hidden_stride + column);
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum[j] += x[j];
-        }
-    }
-    if (line > 0)
-#pragma unroll
-        for (int j = 0; j < 8; j++) sums[line - 1][lane][j] = sum[j];
-    __syncthreads();
-    if (line > 0 || !inside) return;
-    gradient* const row = d_weight + (long long)ids[blockIdx.x] * width + column;
-    float before[8];
-    load8(before, row);
-#pragma unroll
-    for (int j = 0; j < 8; j++) before[j] += sum[j] + sums[0][lane][j] + (sums[1][lane][j] + sums[2][lane][j]);
-    store8(row, before);
-}

@@ -29,3 +29,15 @@ KERNEL __launch_bounds__(256) copy_block(const float* __restrict__ from, element
     for (int i = 0; i < 8; i++) x[i] *= scale;
     store8(to + (long long)row * to_stride + column, x);
 }
+
+// to[r, c] = from[r, c], r < rows, c < columns (a multiple of 8). grid = ceil(rows · columns / 2048), 256 threads.
+KERNEL __launch_bounds__(256) copy_rows(const element* __restrict__ from, element* __restrict__ to, int from_stride,
+                                        int to_stride, int rows, int columns) {
+    const int index = blockIdx.x * 256 + threadIdx.x, chunks = columns / 8, row = index / chunks, column = index % chunks * 8;
+    if (row >= rows) return;
+    Eight<element> x;
+    x.load(from + (long long)row * from_stride + column);
+    float y[8];
+    x.widen(y);
+    store8(to + (long long)row * to_stride + column, y);
+}

@@ -1,5 +1,8 @@
 //! CubeCL's tensors as addresses, and new ones.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
 use burn::backend::{DispatchDevice, TensorMetadata};
 use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::CubeDevice;
@@ -11,6 +14,9 @@ use cubecl_server::runtime::Runtime;
 use super::driver::{Gpu, Unusable};
 use super::gemm::Matrix;
 
+/// Pieces of an allocation start at multiples of this.
+pub const PIECE_ALIGNMENT: u64 = 256;
+
 /// Whether the tensor lies on a CUDA card, in bf16 or f32.
 pub fn is_on_card<const D: usize>(x: &Tensor<D>) -> bool {
     matches!(x.dtype(), DType::BF16 | DType::F32) && is_card(&x.device())
@@ -18,8 +24,16 @@ pub fn is_on_card<const D: usize>(x: &Tensor<D>) -> bool {
 
 /// Whether the device is a CUDA card.
 pub fn is_card(device: &Device) -> bool {
+    card(device).is_some()
+}
+
+/// The index of the card.
+pub fn card(device: &Device) -> Option<usize> {
     let device = device.clone().without_autodiff();
-    matches!(device.as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
+    match device.as_dispatch() {
+        DispatchDevice::Cube(CubeDevice::Cuda(card)) => Some(card.index),
+        _ => None,
+    }
 }
 
 /// The card that holds the tensor.
@@ -54,12 +68,60 @@ pub fn pointer(x: &CubeTensor) -> u64 {
     }
 }
 
+/// Allocations' addresses by their ids, which CubeCL never uses again; an allocation isn't moved while it lives.
+static ADDRESSES: Mutex<Option<HashMap<usize, u64>>> = Mutex::new(None);
+/// More entries than that are mostly those of memory that is gone.
+const ADDRESSES_KEPT: usize = 1 << 14;
+
+/// As [`pointer`], but CubeCL is asked once for each allocation only: launches that were made before may not have
+/// reached the card. An op asks for one [`pointer`] besides.
+pub fn address(x: &CubeTensor) -> u64 {
+    let id = x.handle.memory.descriptor().id.value;
+    let offset = x.handle.offset_start.unwrap_or(0);
+    let mut known = ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = known.get_or_insert_default();
+    if let Some(base) = known.get(&id) {
+        return base + offset;
+    }
+    if known.len() >= ADDRESSES_KEPT {
+        known.clear();
+    }
+    let address = pointer(x);
+    known.insert(id, address - offset);
+    address
+}
+
+/// Pieces of one allocation: tensors of these shapes, their addresses.
+pub fn pieces(like: &CubeTensor, shapes: &[Shape], dtype: DType) -> Vec<CubeTensor> {
+    let sizes = shapes.iter().map(|shape| (shape.num_elements() * dtype.size()) as u64);
+    let rooms: Vec<(u64, u64)> =
+        sizes.map(|bytes| (bytes, bytes.next_multiple_of(PIECE_ALIGNMENT))).collect();
+    let total: u64 = rooms.iter().map(|(_, room)| room).sum();
+    let handle = like.client.empty(total as usize);
+    let mut start = 0;
+    let places = rooms.into_iter().zip(shapes).map(|((bytes, room), shape)| {
+        let handle = handle.clone().offset_start(start).offset_end(total - start - bytes);
+        start += room;
+        CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.clone(), handle, dtype)
+    });
+    places.collect()
+}
+
 /// A tensor whose elements are still to be written.
 pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
     let shape = shape.into();
     let bytes = shape.num_elements() * dtype.size();
     let handle = like.client.empty(bytes);
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
+
+/// A matrix whose elements are still to be written, with rows `stride` apart.
+pub fn empty_rows(like: &CubeTensor, rows: usize, columns: usize, stride: usize, dtype: DType) -> CubeTensor {
+    let handle = like.client.empty(rows * stride * dtype.size());
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let mut x = CubeTensor::new_contiguous(client, device, Shape::new([rows, columns]), handle, dtype);
+    x.meta.strides_mut()[0] = stride;
+    x
 }
 
 /// A tensor on the card from bytes.
@@ -92,11 +154,20 @@ pub fn rows(x: CubeTensor) -> CubeTensor {
 
 /// What [`rows`] or [`dense`] has returned, as a matrix of rows of its last dimension.
 pub fn matrix(x: &CubeTensor) -> Matrix {
+    matrix_at(x, pointer(x))
+}
+
+/// As [`matrix`], by [`address`].
+pub fn known_matrix(x: &CubeTensor) -> Matrix {
+    matrix_at(x, address(x))
+}
+
+fn matrix_at(x: &CubeTensor, pointer: u64) -> Matrix {
     let shape = x.shape();
     let columns = shape[shape.num_dims() - 1];
     let rows = shape.num_elements().checked_div(columns).unwrap_or(0);
     let stride = if shape.num_dims() == 2 && rows > 1 { x.meta.strides()[0] } else { columns };
-    Matrix { pointer: pointer(x), rows, columns, stride, dtype: x.dtype, transposed: false }
+    Matrix { pointer, rows, columns, stride, dtype: x.dtype, transposed: false }
 }
 
 /// The tensor in another type.

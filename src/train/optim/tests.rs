@@ -16,7 +16,7 @@ fn values(tensor: &Tensor<1>) -> Vec<f64> {
 
 fn optimizer(kind: OptimKind, name: &str, shape: &[usize]) -> Optimizer {
     let parameter = Trainable { name: name.into(), id: ParamId::new(), shape: shape.to_vec() };
-    let config = OptimConfig { lr: LR, weight_decay: DECAY, max_norm: None, kind };
+    let config = OptimConfig { lr: LR, weight_decay: DECAY, max_norm: None, max_skipped: 0, kind };
     Optimizer::new(&config, &[parameter])
 }
 
@@ -36,7 +36,7 @@ fn check(kind: OptimKind, mut want: impl FnMut(usize, f64, f64) -> f64) {
     let mut expected = [1.0, -2.0, 0.5];
     for step in 1..=3 {
         let grads = [0.4, -0.8, 2.0].map(|g: f64| g * step as f64);
-        got = optimizer.update(got, vec![tensor(&grads.map(|g| g as f32))], LR, 0.25);
+        got = optimizer.update(got, vec![tensor(&grads.map(|g| g as f32))], LR, 0.25, None);
         for (i, p) in expected.iter_mut().enumerate() {
             *p = want(3 * (step - 1) + i, *p, grads[i] / 4.0);
         }
@@ -75,7 +75,7 @@ fn sgd_is_torchs_with_and_without_nesterov() {
 fn sgd_without_momentum_keeps_no_state() {
     check(OptimKind::Sgd { nesterov: false, momentum: 0.0 }, |_, p, g| p - LR * (g + DECAY * p));
     let mut optimizer = optimizer(OptimKind::Sgd { nesterov: false, momentum: 0.0 }, "w", &[1]);
-    optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[1.0])], LR, 1.0);
+    optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[1.0])], LR, 1.0, None);
     assert!(optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().is_empty());
 }
 
@@ -99,7 +99,7 @@ fn muon_orthogonalises_the_momentum_of_matrices() {
     let gradient = [0.3f32, -1.0, 0.7, 0.2, 0.9, -0.4];
     let mut optimizer = optimizer(muon(), "layers.0.up_proj.weight", &[3, 2]);
     let zero = tensor(&[0.0; 6]);
-    let update = values(&optimizer.update(vec![zero.clone()], vec![tensor(&gradient)], LR, 1.0)[0]);
+    let update = values(&optimizer.update(vec![zero.clone()], vec![tensor(&gradient)], LR, 1.0, None)[0]);
     // p = 0: the update is −0.2·√3·lr·U, with U's columns orthonormal up to the five steps' error.
     let scale = 0.2 * 3f64.sqrt() * LR;
     let u: Vec<f64> = update.iter().map(|v| -v / scale).collect();
@@ -108,7 +108,7 @@ fn muon_orthogonalises_the_momentum_of_matrices() {
     assert!((0.6..1.3).contains(&gram[0]) && (0.6..1.3).contains(&gram[3]), "{gram:?}");
     assert!(gram[1].abs() < 0.3, "{gram:?}");
     // Momentum: the same gradient again changes nothing but the length, which is divided out.
-    let again = values(&optimizer.update(vec![zero], vec![tensor(&gradient)], LR, 1.0)[0]);
+    let again = values(&optimizer.update(vec![zero], vec![tensor(&gradient)], LR, 1.0, None)[0]);
     assert_close(&again, &update);
 }
 
@@ -141,7 +141,7 @@ fn muon_leaves_vectors_head_and_embedding_to_adamw() {
     let names = |name: &str, shape: &[usize]| -> Vec<String> {
         let mut optimizer = optimizer(muon(), name, shape);
         let n = shape.iter().product();
-        optimizer.update(vec![tensor(&vec![0.0; n])], vec![tensor(&vec![1.0; n])], LR, 1.0);
+        optimizer.update(vec![tensor(&vec![0.0; n])], vec![tensor(&vec![1.0; n])], LR, 1.0, None);
         optimizer.state(&Ranks::alone(), &Device::flex()).unwrap().into_iter().map(|t| t.name).collect()
     };
     assert_eq!(names("q_proj.lora_a", &[2, 3]), ["q_proj.lora_a.momentum_buffer"]);
@@ -157,7 +157,7 @@ fn weight_decay_only_where_it_is_wanted() {
     let kind = || OptimKind::AdamW { betas1: 0.9, betas2: 0.99, eps: 1e-8 };
     let moved = |name: &str| {
         let mut optimizer = optimizer(kind(), name, &[1]).decay_only(not_norm_or_bias);
-        values(&optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[0.0])], LR, 1.0)[0])[0]
+        values(&optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[0.0])], LR, 1.0, None)[0])[0]
     };
     assert_close(&[moved("q_proj.weight")], &[1.0 - LR * DECAY]);
     for name in ["input_layernorm.weight", "model.norm.weight", "q_proj.bias"] {
@@ -170,7 +170,7 @@ fn a_restored_optimizer_goes_on_bit_for_bit() {
     for kind in [muon(), OptimKind::AdamW { betas1: 0.9, betas2: 0.99, eps: 1e-8 }] {
         let grad = || tensor(&[0.1, -0.2, 0.3, 0.4]);
         let mut first = optimizer(kind.clone(), "w", &[2, 2]);
-        let value = first.update(vec![tensor(&[1.0, 2.0, 3.0, 4.0])], vec![grad()], LR, 1.0);
+        let value = first.update(vec![tensor(&[1.0, 2.0, 3.0, 4.0])], vec![grad()], LR, 1.0, None);
         let state: BTreeMap<_, _> = first
             .state(&Ranks::alone(), &Device::flex())
             .unwrap()
@@ -179,8 +179,8 @@ fn a_restored_optimizer_goes_on_bit_for_bit() {
             .collect();
         let mut second = optimizer(kind.clone(), "w", &[2, 2]);
         second.restore(state.clone(), 1).unwrap();
-        let a = first.update(value.clone(), vec![grad()], LR, 1.0);
-        let b = second.update(value, vec![grad()], LR, 1.0);
+        let a = first.update(value.clone(), vec![grad()], LR, 1.0, None);
+        let b = second.update(value, vec![grad()], LR, 1.0, None);
         assert_eq!(a[0].to_data(), b[0].to_data());
         // What doesn't fit is named.
         let other = optimizer(kind.clone(), "v", &[2, 2]).restore(state.clone(), 1).unwrap_err();
@@ -193,7 +193,7 @@ fn a_restored_optimizer_goes_on_bit_for_bit() {
 #[test]
 fn bfloat16_holding_rounds_after_each_update() {
     let mut optimizer = optimizer(OptimKind::SignSgd, "w", &[1]).hold_in(DType::BF16);
-    let got = values(&optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[1.0])], LR, 1.0)[0])[0];
+    let got = values(&optimizer.update(vec![tensor(&[1.0])], vec![tensor(&[1.0])], LR, 1.0, None)[0])[0];
     // 0.85 has no bf16: the nearest is 0.8515625.
     assert_eq!(got, 0.851_562_5);
 }

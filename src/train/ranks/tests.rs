@@ -58,7 +58,7 @@ fn each_rank_holds_the_state_of_its_part_and_all_have_all_parameters() {
         let filled = |value: f32| lengths.map(|n| Tensor::<1>::full([n], value, &device)).to_vec();
         let mut values = filled(1.0);
         for _ in 0..3 {
-            let updated = optimizer.update(values, filled(0.5), 1e-2, 1.0);
+            let updated = optimizer.update(values, filled(0.5), 1e-2, 1.0, None);
             values = optimizer.spread(updated, ranks)?;
         }
         let floats = |t: Tensor<1>| t.into_data().try_to_vec::<f32>().unwrap();

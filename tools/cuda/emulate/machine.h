@@ -271,6 +271,25 @@ template <class T> static inline T __shfl_sync(u32, T x, int lane) {
     });
     return a.out;
 }
+static inline u32 __ballot_sync(u32, bool x) {
+    struct A { bool in; u32 out; } a{x, 0};
+    machine::meet_warp(&a, [](void** s) {
+        u32 all = 0;
+        for (int i = 0; i < 32; i++) all |= u32(((A*)s[i])->in) << i;
+        for (int i = 0; i < 32; i++) ((A*)s[i])->out = all;
+    });
+    return a.out;
+}
+static inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
+static inline int __syncthreads_or(int x) {
+    static int any;
+    __syncthreads();
+    if (threadIdx.x == 0) any = 0;
+    __syncthreads();
+    if (x) any = 1;
+    __syncthreads();
+    return any;
+}
 static inline bool __any_sync(u32, bool x) {
     struct A { bool in, out; } a{x, false};
     machine::meet_warp(&a, [](void** s) {

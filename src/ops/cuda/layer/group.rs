@@ -1,0 +1,287 @@
+//! Products that share their input, with their low-rank adapters: q, k and v; o; gate and up; down.
+//!
+//! With adapters the frozen weights W of a group are stacked in one matrix with spare columns and rows beside them,
+//! where each pass puts the adapters: `[W | s·B]` over `[A | –]`. Where the input has room for `x·Aᵀ` beside x, the
+//! adapters cost no pass over the output: `[x | x·Aᵀ] · [W | s·B]ᵀ`; and backward `[g | g·s·B] · [W over A]`. B is
+//! block-diagonal over modules and runs; a run's tokens have zeros in the columns of the others.
+
+use burn::tensor::DType;
+
+use super::super::driver::Side;
+use super::super::gemm::Matrix;
+use crate::ops::LoraPart;
+
+/// Columns of one module in one run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Low {
+    /// Which of the group's modules.
+    pub module: usize,
+    /// Rank.
+    pub rank: usize,
+    /// First of its columns beside the input, of which it has the rank rounded up to 8.
+    pub column: usize,
+    /// Its first row of the module's A and column of its B.
+    pub row: usize,
+    /// s
+    pub scale: f32,
+}
+
+/// A run's tokens and columns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    /// First token.
+    pub token: usize,
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Its modules with an adapter, in order; their columns follow each other.
+    pub lows: Vec<Low>,
+}
+
+/// Sizes of a group.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Group {
+    /// Columns of the input.
+    pub input: usize,
+    /// Columns of each module's output.
+    pub outs: Vec<usize>,
+    /// The runs that adapt one of the modules.
+    pub runs: Vec<Run>,
+    /// All low-rank columns.
+    pub columns: usize,
+    /// Whether some run that adapts a module has no token.
+    pub unused: bool,
+}
+
+/// The weights of a group on the card.
+#[derive(Debug, Clone)]
+pub enum Weights {
+    /// Stacked, with room for adapters: `[Σ outs + spare, input + spare]`.
+    Stacked(Matrix),
+    /// One by one, without adapters.
+    Apart(Vec<Matrix>),
+}
+
+impl Group {
+    /// A group of modules of these output sizes; `parts` has the runs' shares of each module with adapters.
+    pub fn new(input: usize, outs: &[usize], parts: &[Option<&[LoraPart]>]) -> Self {
+        let tokens = parts.iter().flatten().next().map_or(&[][..], |parts| parts);
+        let mut rows = vec![0; outs.len()];
+        let (mut columns, mut token, mut runs) = (0, 0, Vec::new());
+        for (n, part) in tokens.iter().enumerate() {
+            let mut run = Run { token, tokens: part.tokens, lows: Vec::new() };
+            for (module, parts) in parts.iter().enumerate() {
+                let Some(LoraPart { rank, scale, .. }) = parts.map(|parts| &parts[n]) else { continue };
+                if *rank > 0 && part.tokens > 0 {
+                    run.lows.push(Low {
+                        module,
+                        rank: *rank,
+                        column: columns,
+                        row: rows[module],
+                        scale: *scale,
+                    });
+                    columns += rank.next_multiple_of(8);
+                }
+                rows[module] += rank;
+            }
+            token += part.tokens;
+            if !run.lows.is_empty() {
+                runs.push(run);
+            }
+        }
+        let unused = parts.iter().flatten().any(|parts| parts.iter().any(|p| p.tokens == 0 && p.rank > 0));
+        Self { input, outs: outs.to_vec(), runs, columns, unused }
+    }
+
+    /// Σ of the outputs' columns.
+    pub fn out(&self) -> usize {
+        self.outs.iter().sum()
+    }
+
+    /// Spare columns, in whole 128 bytes.
+    pub fn spare(&self) -> usize {
+        self.columns.next_multiple_of(64)
+    }
+
+    /// First column of a module's output.
+    pub fn out_start(&self, module: usize) -> usize {
+        self.outs[..module].iter().sum()
+    }
+
+    /// The columns of a module in a matrix of outputs.
+    pub fn out_of(&self, module: usize, outs: Matrix) -> Matrix {
+        outs.columns(self.out_start(module), self.outs[module])
+    }
+
+    /// `out ← x·Wᵀ` with adapters, `+ add`. x has `input` columns and, in its stride, the spare ones, which are
+    /// copied to `keep`.
+    pub fn forward(
+        &self,
+        side: &mut Side<'_>,
+        weights: &Weights,
+        x: Matrix,
+        [out, keep]: [Matrix; 2],
+        add: Option<Matrix>,
+    ) {
+        let (factors, weights) = match weights {
+            Weights::Apart(weights) => (x, weights.clone()),
+            Weights::Stacked(all) => {
+                self.low(side, all, x);
+                if keep.columns > 0 {
+                    side.copy(x.columns(self.input, self.columns), keep);
+                }
+                let wide = self.input + self.columns;
+                (x.columns(0, wide), vec![all.rows(0, self.out()).columns(0, wide)])
+            }
+        };
+        let mut first = 0;
+        for weight in weights {
+            let to = out.columns(first, weight.rows);
+            match add {
+                Some(add) => side.product_onto(factors, weight.t(), add.columns(first, weight.rows), to),
+                None => side.product(factors, weight.t(), to, 1.0, 0.0),
+            }
+            first += weight.rows;
+        }
+    }
+
+    /// `x·Aᵀ` into the spare columns of x: each run's own.
+    fn low(&self, side: &mut Side<'_>, all: &Matrix, x: Matrix) {
+        self.clear_others(side, x.columns(self.input, self.columns));
+        for run in &self.runs {
+            let (first, n) = run.columns();
+            let a = all.rows(self.out() + first, n).columns(0, self.input);
+            let rows = x.rows(run.token, run.tokens);
+            side.product(rows.columns(0, self.input), a.t(), rows.columns(self.input + first, n), 1.0, 0.0);
+        }
+    }
+
+    /// `g·s·B` into the spare columns of g: each run's own.
+    pub fn low_gradient(&self, side: &mut Side<'_>, weights: &Weights, g: Matrix) {
+        let Weights::Stacked(all) = weights else { return };
+        let out = self.out();
+        self.clear_others(side, g.columns(out, self.columns));
+        for run in &self.runs {
+            let (first, n) = run.columns();
+            let b = all.rows(0, out).columns(self.input + first, n);
+            let rows = g.rows(run.token, run.tokens);
+            side.product(rows.columns(0, out), b, rows.columns(out + first, n), 1.0, 0.0);
+        }
+    }
+
+    /// The gradient of x from that of the outputs, whose spare columns are filled ([`Group::low_gradient`]).
+    pub fn input_gradient(&self, side: &mut Side<'_>, weights: &Weights, g: Matrix, dx: Matrix) {
+        match weights {
+            Weights::Stacked(all) => {
+                let rows = self.out() + self.columns;
+                side.product(g.columns(0, rows), all.rows(0, rows).columns(0, self.input), dx, 1.0, 0.0);
+            }
+            Weights::Apart(weights) => {
+                for (module, &weight) in weights.iter().enumerate() {
+                    let beta = if module == 0 { 0.0 } else { 1.0 };
+                    side.product(self.out_of(module, g), weight, dx, 1.0, beta);
+                }
+            }
+        }
+    }
+
+    /// The gradients of A and B (f32, stacked over the runs) for each module that there are places for, from x, from
+    /// `low`, which are its spare columns in the forward pass, and from g with its own.
+    pub fn adapter_gradients(
+        &self,
+        side: &mut Side<'_>,
+        [x, low, g]: [Matrix; 3],
+        da: &[Option<Matrix>],
+        db: &[Option<Matrix>],
+    ) {
+        let out = self.out();
+        for run in &self.runs {
+            let [inputs, rows_low, rows_g] = [x, low, g].map(|x| x.rows(run.token, run.tokens));
+            let inputs = inputs.columns(0, self.input);
+            for (first, n, to) in run.merged(da) {
+                side.product(rows_g.columns(out + first, n).t(), inputs, to, 1.0, 0.0);
+            }
+            for low in &run.lows {
+                if let Some(db) = db[low.module] {
+                    let h = rows_low.columns(low.column, low.rank);
+                    let g = self.out_of(low.module, rows_g);
+                    side.product(g.t(), h, db.columns(low.row, low.rank), low.scale, 0.0);
+                }
+            }
+        }
+    }
+
+    /// Where several runs share the batch, the columns of the others are zeros.
+    fn clear_others(&self, side: &mut Side<'_>, spare: Matrix) {
+        let whole = self.runs.len() == 1 && self.runs[0].tokens == spare.rows;
+        if !whole {
+            side.clear(spare);
+        }
+    }
+}
+
+impl Run {
+    /// First column and number of columns.
+    fn columns(&self) -> (usize, usize) {
+        let first = self.lows.first().map_or(0, |low| low.column);
+        let end = self.lows.last().map_or(0, |low| low.column + low.rank.next_multiple_of(8));
+        (first, end - first)
+    }
+
+    /// First column, columns and place of each product for A's gradients: one for modules whose places follow each
+    /// other as their columns do.
+    fn merged(&self, da: &[Option<Matrix>]) -> Vec<(usize, usize, Matrix)> {
+        let mut all: Vec<(usize, usize, Matrix)> = Vec::new();
+        for low in &self.lows {
+            let Some(da) = da[low.module] else { continue };
+            let to = da.rows(low.row, low.rank);
+            let bytes = |rows: usize| (rows * to.stride * to.dtype.size()) as u64;
+            match all.last_mut() {
+                Some((first, n, before))
+                    if *first + *n == low.column && before.pointer + bytes(before.rows) == to.pointer =>
+                {
+                    *n += low.rank;
+                    before.rows += low.rank;
+                }
+                _ => all.push((low.column, low.rank, to)),
+            }
+        }
+        all
+    }
+}
+
+/// Products of bf16 with f32 sums.
+pub const DTYPE: DType = DType::BF16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(tokens: usize, rank: usize) -> LoraPart {
+        LoraPart { tokens, rank, scale: 2.0, dropout: None }
+    }
+
+    #[test]
+    fn columns_of_runs_and_modules_follow_each_other_in_whole_chunks() {
+        let (q, v) = ([part(5, 16), part(0, 4), part(7, 3)], [part(5, 0), part(0, 8), part(7, 8)]);
+        let group = Group::new(64, &[32, 16, 16], &[Some(&q), None, Some(&v)]);
+        let low = |module, rank, column, row| Low { module, rank, column, row, scale: 2.0 };
+        let runs = [
+            Run { token: 0, tokens: 5, lows: vec![low(0, 16, 0, 0)] },
+            Run { token: 5, tokens: 7, lows: vec![low(0, 3, 16, 20), low(2, 8, 24, 8)] },
+        ];
+        assert_eq!((group.runs.as_slice(), group.columns, group.spare()), (&runs[..], 32, 64));
+        assert_eq!((group.out(), group.out_start(2)), (64, 48));
+    }
+
+    #[test]
+    fn gradients_of_a_that_lie_together_are_one_product() {
+        let both = [part(9, 16)];
+        let group = Group::new(64, &[32, 32], &[Some(&both), Some(&both)]);
+        let a = Matrix::dense(4096, 16, 64, DType::F32);
+        let b = Matrix { pointer: 4096 + 16 * 64 * 4, ..a };
+        let merged = group.runs[0].merged(&[Some(a), Some(b)]);
+        assert_eq!(merged, [(0, 32, Matrix { rows: 32, ..a })]);
+        assert_eq!(group.runs[0].merged(&[Some(b), Some(a)]).len(), 2);
+        assert_eq!(group.runs[0].merged(&[None, Some(b)]), [(16, 16, b)]);
+    }
+}
