@@ -39,7 +39,7 @@ fn next_token(decoder: &Decoder, tokenizer: &ChatTokenizer, text: &str) -> ember
         loss_mask: vec![false; t],
         cu_seqlens: vec![0, t as u32],
         run_tokens: vec![t],
-        stream: Default::default(),
+        streams: vec![Default::default()],
     };
     let logits = decoder.logits(&decoder.inputs(&batch, None)?);
     let last = logits.narrow(0, t - 1, 1).argmax(1).to_data().iter::<i64>().next().expect("one id");

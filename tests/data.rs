@@ -449,7 +449,7 @@ fn an_epoch_holds_each_document_once_and_whole() {
     for _ in 0..steps {
         for batch in loader.next_step().unwrap().expect("as many steps as counted") {
             assert_eq!(batch.tokens(), 2 * (longest + 100));
-            assert_eq!(batch.stream.index(0), tokens, "the dropout counter runs on");
+            assert_eq!(batch.streams[0].index(0), tokens, "the dropout counter runs on");
             assert_eq!(batch.run_tokens, [batch.tokens()]);
             tokens += batch.tokens() as u64;
             got.extend(documents(&batch));

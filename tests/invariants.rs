@@ -168,7 +168,7 @@ fn batch(first: u32, trained: bool) -> Batch {
         loss_mask: (0..t).map(|i| trained && i < 19 && i != 9 && i % 3 == 0).collect(),
         cu_seqlens: ends.to_vec(),
         run_tokens: vec![t as usize],
-        stream: Stream::unbroken(u64::from(first) * 1000),
+        streams: vec![Stream::unbroken(u64::from(first) * 1000)],
     }
 }
 
@@ -206,7 +206,7 @@ fn recomputation_gives_the_same_bits() {
 fn dropout_depends_on_seed_and_position_and_is_off_in_evaluation() {
     let model = with_lora(0.5);
     let loss = |seed, first_token| {
-        let batch = Batch { stream: Stream::unbroken(first_token), ..batch(3, true) };
+        let batch = Batch { streams: vec![Stream::unbroken(first_token)], ..batch(3, true) };
         let sums = forward_backward(&model, &[batch], &StepOptions { recompute: None, dropout_seed: seed });
         sums.unwrap().loss()
     };

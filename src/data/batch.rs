@@ -18,7 +18,7 @@ pub(super) struct Layout {
 /// # Panics
 /// If the documents of a row don't fit into it: the packer's promise.
 pub(super) fn batch(layout: Layout, rows: Vec<Vec<Sample>>, stream: Stream) -> Batch {
-    let mut batch = Batch { cu_seqlens: vec![0], stream, ..Default::default() };
+    let mut batch = Batch { cu_seqlens: vec![0], streams: vec![stream], ..Default::default() };
     let mut rows = rows.into_iter();
     for end in (1..=layout.micro_batch_size).map(|row| row * layout.seq_len) {
         rows.next().unwrap_or_default().iter().for_each(|document| add(&mut batch, document));
@@ -62,7 +62,7 @@ mod tests {
         let mask = [1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0].map(|m| m == 1);
         assert_eq!(got.loss_mask, mask);
         assert_eq!(got.cu_seqlens, [0, 3, 4, 6, 12, 18]);
-        assert_eq!((got.run_tokens, got.stream), (vec![18], Stream::unbroken(77)));
+        assert_eq!((got.run_tokens, got.streams), (vec![18], vec![Stream::unbroken(77)]));
     }
 
     #[test]

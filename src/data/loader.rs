@@ -92,7 +92,6 @@ impl Feed {
                 first: self.tokens + (rank + n * micro * ranks) as u64 * seq_len,
                 row: self.layout.seq_len,
                 stride: ranks as u64 * seq_len,
-                skipped: 0,
             };
             Ok(batch(self.layout, rows.collect::<Result<_>>()?, stream))
         });

@@ -78,14 +78,20 @@ pub struct Batch {
     pub cu_seqlens: Vec<u32>,
     /// Tokens of each adapter run, summing to T; `[T]` for a single run.
     pub run_tokens: Vec<usize>,
-    /// Where the tokens lie in the whole run's stream: the counter of the dropout generator.
-    pub stream: Stream,
+    /// Where each run's tokens lie in its whole stream: the counter of its dropout generator.
+    pub streams: Vec<Stream>,
 }
 
 impl Batch {
     /// Number of tokens T, padding included.
     pub fn tokens(&self) -> usize {
         self.input_ids.len()
+    }
+
+    /// Number of trained target tokens of one adapter run.
+    pub fn trained_tokens_of(&self, run: usize) -> usize {
+        let start: usize = self.run_tokens[..run].iter().sum();
+        self.loss_mask[start..start + self.run_tokens[run]].iter().filter(|&&m| m).count()
     }
 
     /// Number of trained target tokens.

@@ -42,7 +42,7 @@ fn logits(decoder: &Decoder) -> Vec<f32> {
         loss_mask: vec![true; 12],
         cu_seqlens: vec![0, 12],
         run_tokens: vec![12],
-        stream: Default::default(),
+        streams: vec![Default::default()],
         input_ids: ids,
     };
     let logits = decoder.logits(&decoder.inputs(&batch, None).unwrap()).inner();

@@ -260,7 +260,14 @@ impl Decoder {
         }
     }
 
-    fn hidden(&self, inputs: &Inputs) -> Tensor<2> {
+    /// The hidden states after the last layer, before its norm.
+    ///
+    /// # Shapes
+    /// - → `[t, e]`
+    ///
+    /// # Panics
+    /// As [`Decoder::loss_sum`].
+    pub fn hidden(&self, inputs: &Inputs) -> Tensor<2> {
         (0..self.num_layers()).fold(self.embed(inputs), |x, i| self.layer(i, x, inputs))
     }
 
@@ -302,9 +309,21 @@ impl Decoder {
     /// # Shapes
     /// - x: `[t, e]` → `[1]`
     pub fn head_loss(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<1> {
-        let Some((rows, targets)) = inputs.trained.clone() else {
+        if !inputs.has_targets() {
             return x.cast(DType::F32).sum().mul_scalar(0.0);
-        };
+        }
+        let losses = self.head_losses(x, inputs).into_iter().flatten();
+        losses.reduce(|sum, loss| sum + loss).expect("a run has targets")
+    }
+
+    /// [`Decoder::head_loss`] of each adapter run; `None` where it has no trained target.
+    ///
+    /// # Shapes
+    /// - x: `[t, e]` → `[1]` each
+    pub fn head_losses(&self, x: Tensor<2>, inputs: &Inputs) -> Vec<Option<Tensor<1>>> {
+        if !inputs.has_targets() {
+            return vec![None; inputs.runs()];
+        }
         let hidden = self.model.norm.forward(x);
         let (hidden, weight) = match &self.lm_head {
             None => (hidden, value(&self.model.embed_tokens.weight, self.dtype)),
@@ -316,7 +335,8 @@ impl Decoder {
                 }
             }
         };
-        ops::linear_cross_entropy(hidden, weight, rows, targets)
+        let loss = |(rows, targets)| ops::linear_cross_entropy(hidden.clone(), weight.clone(), rows, targets);
+        inputs.trained.iter().cloned().map(|trained| trained.map(loss)).collect()
     }
 }
 

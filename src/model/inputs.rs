@@ -15,10 +15,10 @@ pub struct Inputs {
     pub(super) ids: Tensor<1, Int>,
     pub(super) rope: Rope,
     pub(super) documents: Documents,
-    /// Positions that have a trained target, and those targets; `None` where there is none.
-    pub(super) trained: Option<(Tensor<1, Int>, Tensor<1, Int>)>,
+    /// Each run's positions that have a trained target, and those targets; `None` where it has none.
+    pub(super) trained: Vec<Option<(Tensor<1, Int>, Tensor<1, Int>)>>,
     pub(super) run_tokens: Vec<usize>,
-    pub(super) stream: Stream,
+    pub(super) streams: Vec<Stream>,
     pub(super) dropout_seed: Option<u64>,
     pub(super) recompute: Option<usize>,
 }
@@ -48,20 +48,24 @@ impl Inputs {
     ) -> Result<Inputs> {
         check(batch, config)?;
         let device = device.clone().without_autodiff();
-        let rows = |keep: &dyn Fn(usize) -> u32| -> Vec<i32> {
-            (0..batch.tokens()).filter(|&t| batch.loss_mask[t]).map(|t| keep(t) as i32).collect()
-        };
-        let trained = (batch.trained_tokens() > 0).then(|| {
-            let targets = rows(&|t| batch.targets[t]);
-            (ints(rows(&|t| t as u32), &device), ints(targets, &device))
+        let mut start = 0;
+        let trained = batch.run_tokens.iter().map(|tokens| {
+            let run = start..start + tokens;
+            start = run.end;
+            let rows: Vec<usize> = run.filter(|&t| batch.loss_mask[t]).collect();
+            let targets = rows.iter().map(|&t| batch.targets[t] as i32).collect();
+            let some = !rows.is_empty();
+            let rows = rows.into_iter().map(|t| t as i32).collect();
+            some.then(|| (ints(rows, &device), ints(targets, &device)))
         });
+        let trained = trained.collect();
         Ok(Inputs {
             ids: ints(batch.input_ids.iter().map(|&id| id as i32).collect(), &device),
             rope: made.rope(&batch.position_ids, config, &device),
             documents: Documents { cu_seqlens: batch.cu_seqlens.as_slice().into() },
             trained,
             run_tokens: batch.run_tokens.clone(),
-            stream: batch.stream,
+            streams: batch.streams.clone(),
             dropout_seed,
             recompute: None,
         })
@@ -85,7 +89,7 @@ impl Inputs {
 
     /// Whether any position has a trained target; where none has, the loss is a constant 0.
     pub fn has_targets(&self) -> bool {
-        self.trained.is_some()
+        self.trained.iter().any(Option::is_some)
     }
 }
 
@@ -159,6 +163,12 @@ fn check(batch: &Batch, config: &HfConfig) -> Result<()> {
     }
     if batch.run_tokens.is_empty() {
         return bad(format!("the batch does not say how many of its {t} tokens belong to each adapter run"));
+    }
+    if batch.streams.len() != batch.run_tokens.len() {
+        let (streams, runs) = (batch.streams.len(), batch.run_tokens.len());
+        return bad(format!(
+            "the batch has {runs} adapter runs and says of {streams} where their tokens lie"
+        ));
     }
     let sum: usize = batch.run_tokens.iter().sum();
     if sum != t {

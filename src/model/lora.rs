@@ -116,15 +116,15 @@ pub struct Adapter {
     scale: f32,
     #[module(skip)]
     dropout: f32,
-    /// Tells this module and run from all others in the dropout generator.
+    /// Of the dropout generator: the run's seed and the module's name. Not the run's number: a run among others has the
+    /// masks that it has alone.
     #[module(skip)]
     key: u64,
 }
 
 impl Adapter {
-    /// Initial values that depend on the seed, the run and the module's name alone.
+    /// Initial values that depend on the seed and the module's name alone.
     pub(super) fn new(
-        run: usize,
         spec: &LoraSpec,
         module: &AdaptedModule,
         [out, input]: [usize; 2],
@@ -132,8 +132,8 @@ impl Adapter {
         device: &Device,
     ) -> Self {
         let r = module.rank;
-        let key = xxh3_64_with_seed(module.name.as_bytes(), run as u64);
-        let mut generator = ChaCha8Rng::seed_from_u64(mix(seed, key));
+        let key = mix(seed, xxh3_64_with_seed(module.name.as_bytes(), 0));
+        let mut generator = ChaCha8Rng::seed_from_u64(key);
         let a: Vec<f32> = match spec.init {
             InitLoraWeights::Default => {
                 let bound = 1.0 / (input as f64).sqrt();
@@ -159,7 +159,11 @@ impl Adapter {
             tokens,
             rank: self.lora_a.dims()[0],
             scale: self.scale,
-            dropout: dropout.map(|seed| Dropout { p: self.dropout, key: mix(seed, self.key), stream }),
+            dropout: dropout.map(|seed| Dropout {
+                p: self.dropout,
+                key: self.key.wrapping_add(seed),
+                stream,
+            }),
         }
     }
 }
@@ -232,8 +236,8 @@ impl Linear {
     /// `None` where no run that has tokens adapts this layer.
     pub(super) fn adapters(&self, inputs: &Inputs) -> Option<Adapters> {
         let (mut a, mut b, mut parts) = (Vec::new(), Vec::new(), Vec::new());
-        let mut stream = inputs.stream;
-        for (adapter, &tokens) in self.adapters.iter().zip(&inputs.run_tokens) {
+        let runs = inputs.run_tokens.iter().zip(&inputs.streams);
+        for (adapter, (&tokens, &stream)) in self.adapters.iter().zip(runs) {
             match adapter {
                 _ if tokens == 0 => continue,
                 None => parts.push(LoraPart { tokens, rank: 0, scale: 0.0, dropout: None }),
@@ -243,7 +247,6 @@ impl Linear {
                     parts.push(adapter.part(tokens, stream, inputs.dropout_seed));
                 }
             }
-            stream = stream.after(tokens);
         }
         let one = |mut tensors: Vec<Tensor<2>>, dim| match tensors.len() {
             1 => tensors.remove(0),

@@ -55,6 +55,7 @@ fn batch(lengths: &[usize], salt: u32) -> Batch {
         batch.cu_seqlens.push(batch.input_ids.len() as u32);
     }
     batch.run_tokens = vec![batch.tokens()];
+    batch.streams = vec![Stream::default()];
     batch
 }
 
@@ -68,6 +69,7 @@ fn joined(first: &Batch, second: &Batch) -> Batch {
     all.loss_mask.extend(&second.loss_mask);
     all.cu_seqlens.extend(second.cu_seqlens[1..].iter().map(|bound| bound + start));
     all.run_tokens = vec![first.tokens(), second.tokens()];
+    all.streams = [&first.streams[..], &second.streams].concat();
     all
 }
 
@@ -160,6 +162,7 @@ fn a_run_without_tokens_is_left_alone() {
     let decoder = shaken(decoder);
     let mut batch = batch(&[9, 4], 1);
     batch.run_tokens = vec![0, batch.tokens()];
+    batch.streams = vec![Stream::default(); 2];
     let loss = decoder.loss_sum(&decoder.inputs(&batch, None).unwrap());
     let grads = decoder.take_grads(&mut loss.backward());
     for (trainable, grad) in decoder.trainable().iter().zip(grads) {
@@ -173,7 +176,8 @@ fn a_missing_or_inconsistent_run_partition_is_an_error() {
     let mut decoder = random(false);
     let good = batch(&[5, 3], 1);
     let text = |decoder: &Decoder, run_tokens: Vec<usize>| {
-        decoder.inputs(&Batch { run_tokens, ..good.clone() }, None).unwrap_err().to_string()
+        let streams = vec![Stream::default(); run_tokens.len()];
+        decoder.inputs(&Batch { run_tokens, streams, ..good.clone() }, None).unwrap_err().to_string()
     };
     assert!(decoder.inputs(&good, None).is_ok());
     assert!(text(&decoder, vec![]).contains("adapter run"));
@@ -182,7 +186,10 @@ fn a_missing_or_inconsistent_run_partition_is_an_error() {
     assert!(text(&decoder, vec![5, 3]).contains("2 adapter runs, the model has 1"));
     decoder.attach_lora(&[spec(2, 2.0, &["q_proj"]), spec(2, 2.0, &["q_proj"])], 1).unwrap();
     assert!(text(&decoder, vec![8]).contains("1 adapter runs, the model has 2"));
-    assert!(decoder.inputs(&Batch { run_tokens: vec![5, 3], ..good.clone() }, None).is_ok());
+    let parts = Batch { run_tokens: vec![5, 3], streams: vec![Stream::default(); 2], ..good.clone() };
+    assert!(decoder.inputs(&parts, None).is_ok());
+    let error = decoder.inputs(&Batch { streams: vec![Stream::default()], ..parts }, None).unwrap_err();
+    assert!(error.to_string().contains("2 adapter runs and says of 1"), "{error}");
 }
 
 #[test]
@@ -268,7 +275,7 @@ fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
     assert_eq!(loss(Some(1)), loss(Some(1)));
     assert_ne!(loss(Some(1)), loss(Some(2)));
     assert_ne!(loss(Some(1)), loss(None));
-    let later = Batch { stream: Stream::unbroken(13), ..batch.clone() };
+    let later = Batch { streams: vec![Stream::unbroken(13)], ..batch.clone() };
     let moved = floats(decoder.loss_sum(&decoder.inputs(&later, Some(1)).unwrap()))[0];
     assert_ne!(loss(Some(1)), moved, "the mask counts tokens of the whole stream");
 }

@@ -33,8 +33,8 @@ pub struct ParameterCounts {
 impl Decoder {
     /// Freezes the base and attaches one adapter per run, replacing those that are attached.
     ///
-    /// A's initial values depend on the seed, the run and the module's name, not on the order or
-    /// the device. Without runs the model is frozen whole.
+    /// A's initial values depend on the seed and the module's name, not on the other runs, the order or the
+    /// device. Without runs the model is frozen whole.
     ///
     /// # Errors
     /// Every target, pattern and number that does not hold, together; the decoder is then as it was.
@@ -66,12 +66,11 @@ impl Decoder {
             return Err(vec![Problem { place: String::new(), message, hint: String::new() }]);
         }
         warnings.extend(self.untie_where_needed(modules.iter().any(|m| m.name == "lm_head"), &saved));
-        let (run, device) = (self.runs.len(), self.device());
+        let device = self.device();
         for (name, linear) in self.linears_mut() {
             let module = modules.iter().find(|module| module.name == name);
-            let adapter = module.map(|module| {
-                Adapter::new(run, spec, module, linear.weight.lazy_shape().dims(), seed, &device)
-            });
+            let adapter = module
+                .map(|module| Adapter::new(spec, module, linear.weight.lazy_shape().dims(), seed, &device));
             linear.adapters.push(adapter);
         }
         let of_saved = |path: &str| saved.iter().any(|m| path.rsplit_once('.').is_some_and(|(p, _)| p == m));
@@ -188,6 +187,14 @@ impl Decoder {
         let mut taker = TakeGrads { gradients, taken: Vec::new() };
         self.visit(&mut taker);
         taker.taken
+    }
+
+    /// The places in that order of what an adapter run trains: its adapters; what is trained whole is the first run's.
+    pub fn trainable_of(&self, run: usize) -> Vec<usize> {
+        let own = format!(".adapters.{run}.");
+        let is_own = |name: &str| name.contains(&own) || run == 0 && !name.contains(".adapters.");
+        let all = self.trainable().into_iter().enumerate();
+        all.filter(|(_, parameter)| is_own(&parameter.name)).map(|(n, _)| n).collect()
     }
 
     /// Replaces their values (flattened, in the same order); each is a fresh leaf.

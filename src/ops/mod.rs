@@ -104,18 +104,16 @@ pub struct Dropout {
     pub stream: Stream,
 }
 
-/// Where the tokens of a batch, or of one run in it, lie in the stream of all tokens that a run ever sees: pieces of
+/// Where the tokens of one run in a batch lie in the stream of all tokens that a run ever sees: pieces of
 /// `row` tokens, `stride` from the start of one to the start of the next. Data parallel ranks have every R-th row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
-    /// Index in the stream of the batch's first token.
+    /// Index in the stream of the run's first token in the batch.
     pub first: u64,
     /// Tokens of a piece.
     pub row: usize,
     /// Tokens in the stream from one piece's start to the next one's.
     pub stride: u64,
-    /// Tokens of the batch that come before the part.
-    pub skipped: usize,
 }
 
 /// Root-mean-square norm over the last dimension: `weight · x / sqrt(mean(x²) + eps)`,
@@ -396,18 +394,11 @@ pub struct AdamW {
 impl Stream {
     /// Tokens that follow each other in the stream too.
     pub fn unbroken(first: u64) -> Self {
-        Self { first, row: usize::MAX, stride: 0, skipped: 0 }
-    }
-
-    /// The same, seen from `tokens` further on in the batch.
-    #[must_use]
-    pub fn after(self, tokens: usize) -> Self {
-        Self { skipped: self.skipped + tokens, ..self }
+        Self { first, row: usize::MAX, stride: 0 }
     }
 
     /// Index in the stream of token `n`.
     pub fn index(&self, n: usize) -> u64 {
-        let n = self.skipped + n;
         self.first + (n / self.row) as u64 * self.stride + (n % self.row) as u64
     }
 }

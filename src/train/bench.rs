@@ -158,7 +158,7 @@ impl Run<'_> {
     /// A step as `sft` makes it; milliseconds that the host waited for the device in it.
     fn step(&mut self) -> Result<f64> {
         let sums = forward_backward(&self.model, &self.batches, &self.options)?;
-        let sums = sums.over(&self.ranks, &self.model, self.batches.len())?;
+        let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len())?;
         self.update(sums)
     }
 
@@ -197,7 +197,7 @@ impl Run<'_> {
             // All begin the sum together: what is measured is the sum, not who comes late.
             self.ranks.wait()?;
             let clock = Instant::now();
-            let sums = sums.over(&self.ranks, &self.model, self.batches.len())?;
+            let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len())?;
             self.sync()?;
             times[2].push(ms(clock));
             let clock = Instant::now();

@@ -218,7 +218,7 @@ impl<'a> Run<'a> {
             let step = self.progress.step + 1;
             let sums =
                 forward_backward(&self.model, &batches, &self.options).map_err(|e| self.at_step(step, e))?;
-            let sums = sums.over(&self.ranks, &self.model, batches.len())?;
+            let sums = sums.over(&self.ranks, &self.model, 0, batches.len())?;
             time.forward_backward = clock.elapsed().as_secs_f64();
 
             // ---- divide by the step's tokens, clip, update ----

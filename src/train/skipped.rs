@@ -92,7 +92,7 @@ fn document(batch: &Batch, start: usize, end: usize) -> Batch {
         targets: batch.targets[start..end].to_vec(),
         loss_mask: batch.loss_mask[start..end].to_vec(),
         cu_seqlens: vec![0, (end - start) as u32],
-        stream: batch.stream,
+        streams: batch.streams.clone(),
     }
 }
 
@@ -121,7 +121,7 @@ mod tests {
             loss_mask: vec![true, false, true, true, false],
             cu_seqlens: vec![0, 2, 5],
             run_tokens: vec![2, 3],
-            stream: Stream::unbroken(9),
+            streams: vec![Stream::unbroken(9); 2],
         };
         let second = document(&batch, 2, 5);
         assert_eq!((second.run_tokens, second.cu_seqlens), (vec![0, 3], vec![0, 3]));

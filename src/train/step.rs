@@ -12,7 +12,7 @@
 
 use std::time::Instant;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Gradients, Tensor};
 
 use super::optim::Optimizer;
 use super::ranks::Ranks;
@@ -26,7 +26,7 @@ use crate::{Error, Result};
 pub struct StepOptions {
     /// Recompute every n-th layer (0, n, 2n, …) in the backward pass; `None`: keep all activations.
     pub recompute: Option<usize>,
-    /// Seed of LoRA dropout.
+    /// Added to the seed of each run's LoRA dropout.
     pub dropout_seed: u64,
 }
 
@@ -61,38 +61,61 @@ pub struct Update {
 /// # Errors
 /// A batch that doesn't hold (see [`Decoder::inputs`]).
 pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<GradSums> {
+    let mut sums = forward_backward_runs(model, batches, options)?;
+    assert_eq!(sums.len(), 1, "several adapter runs go through `forward_backward_runs`");
+    Ok(sums.remove(0))
+}
+
+/// [`forward_backward`] of each adapter run that shares the batches, its gradients those of its own parameters.
+///
+/// # Errors
+/// As [`forward_backward`].
+pub fn forward_backward_runs(
+    model: &Decoder,
+    batches: &[Batch],
+    options: &StepOptions,
+) -> Result<Vec<GradSums>> {
+    let runs = model.runs().len().max(1);
     let mut sums: Vec<Option<Tensor<1>>> = Vec::new();
-    let mut losses = Vec::with_capacity(batches.len());
+    let mut losses: Vec<Vec<Tensor<1>>> = vec![Vec::with_capacity(batches.len()); runs];
     // A micro-batch without targets adds exactly 0 to the loss, the gradients and the count.
     for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
         let inputs = model.inputs(batch, Some(options.dropout_seed))?;
-        let (loss, grads) = match options.recompute {
+        let (of_runs, grads) = match options.recompute {
             Some(every) => recomputed(model, &inputs, every.max(1)),
             None => on_one_tape(model, &inputs),
         };
-        losses.push(loss);
+        losses.iter_mut().zip(of_runs).for_each(|(losses, loss)| losses.extend(loss));
         add(&mut sums, grads);
     }
-    let trained_tokens = batches.iter().map(Batch::trained_tokens).sum();
-    if trained_tokens == 0 {
-        return Ok(GradSums { grads: Vec::new(), losses, trained_tokens });
-    }
-    let grads = sums
-        .into_iter()
-        .zip(model.trainable_values())
-        .map(|(grad, value)| grad.unwrap_or_else(|| value.inner().zeros_like()))
-        .collect();
-    Ok(GradSums { grads, losses, trained_tokens })
+    let zeros =
+        |(grad, value): (Option<Tensor<1>>, Tensor<1>)| grad.unwrap_or_else(|| value.inner().zeros_like());
+    let mut grads: Vec<Option<Tensor<1>>> =
+        sums.into_iter().zip(model.trainable_values()).map(zeros).map(Some).collect();
+    let of_run = |(run, losses): (usize, Vec<Tensor<1>>)| {
+        let trained_tokens = batches.iter().map(|batch| batch.trained_tokens_of(run)).sum();
+        let own = model.trainable_of(run).into_iter().filter(|_| trained_tokens > 0);
+        GradSums { grads: own.filter_map(|n| grads[n].take()).collect(), losses, trained_tokens }
+    };
+    Ok(losses.into_iter().enumerate().map(of_run).collect())
 }
 
-fn on_one_tape(model: &Decoder, inputs: &Inputs) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
-    let loss = model.loss_sum(inputs);
-    if !loss.is_tracked() {
-        // No run with tokens in this batch trains anything that they pass.
-        return (loss.inner(), vec![None; model.trainable().len()]);
-    }
-    let mut grads = loss.backward();
-    (loss.inner(), model.take_grads(&mut grads))
+/// Each run's loss, `None` where it has no target; and the gradients of their sum.
+type Pulled = (Vec<Option<Tensor<1>>>, Vec<Option<Tensor<1>>>);
+
+fn on_one_tape(model: &Decoder, inputs: &Inputs) -> Pulled {
+    let losses = model.head_losses(model.hidden(inputs), inputs);
+    let (losses, tape) = backward(losses);
+    // Without a tape no run with tokens in this batch trains anything that they pass.
+    let none = || vec![None; model.trainable().len()];
+    (losses, tape.map_or_else(none, |mut tape| model.take_grads(&mut tape)))
+}
+
+/// The losses without their tape, and the gradients of their sum where it is on one.
+fn backward(losses: Vec<Option<Tensor<1>>>) -> (Vec<Option<Tensor<1>>>, Option<Gradients>) {
+    let sum = losses.iter().flatten().cloned().reduce(|sum, loss| sum + loss);
+    let tape = sum.filter(Tensor::is_tracked).map(|sum| sum.backward());
+    (losses.into_iter().map(|loss| loss.map(Tensor::inner)).collect(), tape)
 }
 
 /// A layer between the forward and the backward pass.
@@ -106,7 +129,7 @@ struct Pass {
 
 /// The forward pass runs with autodiff too and drops each recomputed layer's tape: without autodiff, a backend may
 /// take other kernels, with other rounding.
-fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec<Option<Tensor<1>>>) {
+fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
     let embedded = model.embed(inputs);
     if model.recomputes(&embedded, inputs) {
         return on_one_tape(model, &inputs.clone().recomputing(every));
@@ -128,11 +151,8 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec
     }
 
     let x = leaf(hidden, lowest.is_below(model.num_layers()));
-    let loss = model.head_loss(x.clone(), inputs);
-    if !loss.is_tracked() {
-        return (loss.inner(), vec![None; model.trainable().len()]);
-    }
-    let mut tape = loss.backward();
+    let (losses, tape) = backward(model.head_losses(x.clone(), inputs));
+    let Some(mut tape) = tape else { return (losses, vec![None; model.trainable().len()]) };
     let mut grads = model.take_grads(&mut tape);
     let mut upstream = x.grad_remove(&mut tape);
     for Pass { layer, x, y } in passes.into_iter().rev() {
@@ -148,7 +168,7 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> (Tensor<1>, Vec
     if let (Lowest::Embedding, Some(upstream)) = (&lowest, upstream) {
         add(&mut grads, model.take_grads(&mut pull(embedded, upstream)));
     }
-    (loss.inner(), grads)
+    (losses, grads)
 }
 
 /// How far down the gradient has to go.
@@ -190,7 +210,7 @@ fn leaf(x: Tensor<2>, tracked: bool) -> Tensor<2> {
 }
 
 /// Backward from `y` given the gradient of the loss at it: the gradient of `Σ y·g` at y is g itself.
-fn pull(y: Tensor<2>, gradient: Tensor<2>) -> burn::tensor::Gradients {
+fn pull(y: Tensor<2>, gradient: Tensor<2>) -> Gradients {
     (y * gradient).sum().backward()
 }
 
@@ -216,11 +236,11 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
-    /// Σ over the ranks, in one call for gradients and losses; `rounds`: micro-batches of a rank, as many on all.
+    /// Σ over the ranks of an adapter run's, in one call for gradients and losses; `rounds`: micro-batches of a rank, as many on all.
     ///
     /// # Errors
     /// Another rank failed.
-    pub fn over(self, ranks: &Ranks, model: &Decoder, rounds: usize) -> Result<Self> {
+    pub fn over(self, ranks: &Ranks, model: &Decoder, run: usize, rounds: usize) -> Result<Self> {
         if ranks.count() == 1 {
             return Ok(self);
         }
@@ -238,7 +258,11 @@ impl GradSums {
         let mut parts = match self.grads.is_empty() {
             false => self.grads,
             // Nothing of this rank's is trained in this step.
-            true => model.trainable_values().into_iter().map(|value| value.inner().zeros_like()).collect(),
+            true => {
+                let values = model.trainable_values();
+                let own = model.trainable_of(run).into_iter();
+                own.map(|n| values[n].clone().inner().zeros_like()).collect()
+            }
         };
         parts.push(losses);
         let mut grads = ranks.sum(parts)?;
@@ -259,8 +283,7 @@ impl GradSums {
     /// changes nothing if the norm isn't finite.
     ///
     /// # Errors
-    /// A norm of 0 in the first update: no gradient reached a parameter.
-    /// Another rank failed.
+    /// A norm of 0 in the first update: no gradient reached a parameter. Another rank failed.
     pub fn update(
         self,
         model: &mut Decoder,
@@ -269,17 +292,88 @@ impl GradSums {
         max_norm: Option<f64>,
         ranks: &Ranks,
     ) -> Result<Option<Update>> {
-        if self.trained_tokens == 0 {
-            return Ok(None);
+        let turn = Turn { run: 0, sums: self, optimizer, lr, max_norm };
+        update_runs(model, vec![turn], ranks).remove(0)
+    }
+}
+
+/// One adapter run's part in an update.
+pub struct Turn<'a> {
+    /// Its number among the decoder's.
+    pub run: usize,
+    /// Its gradients.
+    pub sums: GradSums,
+    /// Its optimizer.
+    pub optimizer: &'a mut Optimizer,
+    /// Its rate.
+    pub lr: f64,
+    /// What its norm is clipped to.
+    pub max_norm: Option<f64>,
+}
+
+/// [`GradSums::update`] of several runs, each with its own norm and tokens.
+///
+/// # Errors
+/// In the place of a run's update, as there.
+pub fn update_runs(model: &mut Decoder, turns: Vec<Turn<'_>>, ranks: &Ranks) -> Vec<Result<Option<Update>>> {
+    let mut values: Vec<Tensor<1>> = model.trainable_values().into_iter().map(Tensor::inner).collect();
+    let queued: Vec<_> = turns
+        .into_iter()
+        .map(|turn| {
+            let places = model.trainable_of(turn.run);
+            let own = places.iter().map(|&n| values[n].clone()).collect();
+            (places, Queued::new(turn, own))
+        })
+        .collect();
+    let mut updates = Vec::with_capacity(queued.len());
+    for (places, queued) in queued {
+        let settled = queued.settle(ranks);
+        updates.push(settled.map(|(update, new)| {
+            places.into_iter().zip(new.into_iter().flatten()).for_each(|(n, value)| values[n] = value);
+            update
+        }));
+    }
+    if updates.iter().any(|update| update.as_ref().is_ok_and(|u| u.is_some_and(|u| u.applied))) {
+        *model = model.clone().set_trainable(values);
+    }
+    updates
+}
+
+/// An update whose norm the host doesn't know yet.
+struct Queued<'a> {
+    turn: Turn<'a>,
+    squares: Vec<Tensor<1>>,
+    before: Vec<Tensor<1>>,
+    /// The values after it, where the device clips by itself.
+    after: Option<Vec<Tensor<1>>>,
+}
+
+impl<'a> Queued<'a> {
+    fn new(mut turn: Turn<'a>, before: Vec<Tensor<1>>) -> Self {
+        let (lr, max_norm) = (turn.lr, turn.max_norm);
+        let Turn { sums, optimizer, .. } = &mut turn;
+        if sums.trained_tokens == 0 {
+            return Self { turn, squares: Vec::new(), before, after: None };
         }
-        let (Self { grads, losses, trained_tokens }, first) = (self, optimizer.updates() == 0);
-        let tokens = trained_tokens as f64;
-        let squares = ops::sum_squares_of(grads.clone());
-        let values = || model.trainable_values().into_iter().map(Tensor::inner).collect();
-        let queued = (optimizer.clips_on_device() && ops::clips_on_device(&grads)).then(|| {
-            let clip = Clip { squares: with_losses(&squares, &losses), max_norm };
-            optimizer.update(values(), grads.clone(), lr, 1.0 / tokens, Some(&clip))
+        let squares = ops::sum_squares_of(sums.grads.clone());
+        let on_device = optimizer.clips_on_device() && ops::clips_on_device(&sums.grads);
+        let after = on_device.then(|| {
+            let clip = Clip { squares: with_losses(&squares, &sums.losses), max_norm };
+            let scale = 1.0 / sums.trained_tokens as f64;
+            optimizer.update(before.clone(), sums.grads.clone(), lr, scale, Some(&clip))
         });
+        Self { turn, squares, before, after }
+    }
+
+    /// Waits for the norm. The new values, if there are any.
+    fn settle(self, ranks: &Ranks) -> Result<(Option<Update>, Option<Vec<Tensor<1>>>)> {
+        let Self { turn: Turn { sums, optimizer, lr, max_norm, .. }, squares, before, after } = self;
+        let GradSums { grads, losses, trained_tokens } = sums;
+        if trained_tokens == 0 {
+            return Ok((None, None));
+        }
+        let first = optimizer.updates() == usize::from(after.is_some());
+        let tokens = trained_tokens as f64;
         let clock = Instant::now();
         let read = on_host(losses.iter().chain(&squares).cloned().collect());
         let waited = clock.elapsed().as_secs_f64();
@@ -290,10 +384,10 @@ impl GradSums {
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let update = Update { loss, grad_norm, clip_coef, applied, waited };
         if !applied {
-            if queued.is_some() {
+            if after.is_some() {
                 optimizer.take_back();
             }
-            return Ok(Some(update));
+            return Ok((Some(update), None));
         }
         if first && grad_norm == 0.0 {
             return Err(Error::train(
@@ -301,11 +395,8 @@ impl GradSums {
                 "look at `model.lora.target_modules`",
             ));
         }
-        let values =
-            queued.unwrap_or_else(|| optimizer.update(values(), grads, lr, clip_coef / tokens, None));
-        let values = optimizer.spread(values, ranks)?;
-        *model = model.clone().set_trainable(values);
-        Ok(Some(update))
+        let after = after.unwrap_or_else(|| optimizer.update(before, grads, lr, clip_coef / tokens, None));
+        Ok((Some(update), Some(optimizer.spread(after, ranks)?)))
     }
 }
 

@@ -305,6 +305,7 @@ fn push(batch: &mut Batch, ids: &[i64], targets: &[i64]) {
 
 fn finish(mut batch: Batch) -> Batch {
     batch.run_tokens = vec![batch.tokens()];
+    batch.streams = vec![Default::default()];
     batch
 }
 

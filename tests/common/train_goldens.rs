@@ -91,6 +91,7 @@ fn batch(micro: &Value) -> Batch {
         batch.position_ids.extend(list("position_ids").iter().map(|&p| p as u32));
     }
     batch.run_tokens = vec![batch.input_ids.len()];
+    batch.streams = vec![Default::default()];
     batch
 }
 

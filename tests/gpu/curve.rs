@@ -78,6 +78,7 @@ fn read(line: &str) -> (u64, Batch) {
     let input_ids = numbers("input_ids");
     let batch = Batch {
         run_tokens: vec![input_ids.len()],
+        streams: vec![Default::default()],
         input_ids,
         position_ids: numbers("position_ids"),
         targets: numbers("targets"),
@@ -91,7 +92,12 @@ fn read(line: &str) -> (u64, Batch) {
 /// 2,048 tokens of documents of uneven length, each counting up in steps of its own: something to learn.
 fn batch(seed: u64, vocabulary: u32) -> Batch {
     let mut generator = ChaCha8Rng::seed_from_u64(seed);
-    let mut batch = Batch { cu_seqlens: vec![0], run_tokens: vec![2048], ..Default::default() };
+    let mut batch = Batch {
+        cu_seqlens: vec![0],
+        run_tokens: vec![2048],
+        streams: vec![Default::default()],
+        ..Default::default()
+    };
     while batch.tokens() < 2048 {
         let len = (1 + generator.next_u32() % 700).min(2048 - batch.tokens() as u32);
         let (first, step) = (generator.next_u32() % 500, 1 + generator.next_u32() % 3);

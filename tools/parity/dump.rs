@@ -86,7 +86,7 @@ fn logits(config: &SftConfig, model: &Path, adapter: &Path, rows: usize, out: &P
             loss_mask: vec![false; length],
             cu_seqlens: vec![0, n],
             run_tokens: vec![length],
-            stream: Default::default(),
+            streams: vec![Default::default()],
         };
         let logits = decoder.logits(&decoder.inputs(&head, None)?).inner();
         ids.extend(head.input_ids.iter().flat_map(|&id| i64::from(id).to_le_bytes()));
