@@ -311,6 +311,19 @@ pub fn sum_squares_of(xs: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     xs.into_iter().map(sum_squares).collect()
 }
 
+/// `sums[i] + more[i]` for each i.
+///
+/// # Panics
+/// Where there are not as many of both.
+pub fn add_each(sums: Vec<Tensor<1>>, more: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
+    assert_eq!(sums.len(), more.len(), "add_each: numbers of tensors");
+    #[cfg(feature = "cuda")]
+    if !sums.is_empty() && sums.iter().chain(&more).all(cuda::optim::takes) {
+        return cuda::optim::add(sums, more);
+    }
+    sums.into_iter().zip(more).map(|(sum, more)| sum + more).collect()
+}
+
 /// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32.
 ///
 /// # Shapes

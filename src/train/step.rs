@@ -199,11 +199,19 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
         *sums = grads;
         return;
     }
-    for (sum, grad) in sums.iter_mut().zip(grads) {
-        *sum = match (sum.take(), grad) {
-            (Some(sum), Some(grad)) => Some(sum + grad),
-            (sum, grad) => sum.or(grad),
-        };
+    let (mut places, mut pairs) = (Vec::new(), (Vec::new(), Vec::new()));
+    for (n, (sum, grad)) in sums.iter_mut().zip(grads).enumerate() {
+        match (sum.take(), grad) {
+            (Some(sum), Some(grad)) => {
+                places.push(n);
+                pairs.0.push(sum);
+                pairs.1.push(grad);
+            }
+            (one, other) => *sum = one.or(other),
+        }
+    }
+    for (n, sum) in places.into_iter().zip(ops::add_each(pairs.0, pairs.1)) {
+        sums[n] = Some(sum);
     }
 }
 

@@ -17,7 +17,8 @@ fn bench() {
     for arguments in arguments.split(';') {
         let arguments: Vec<String> = arguments.split_whitespace().map(String::from).collect();
         let loaded = embertune::config::load(&arguments).unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
-        let amount = Amount { warmup: 3, steps: 9 };
+        let steps = std::env::var("EMBERTUNE_BENCH_STEPS").ok().and_then(|steps| steps.parse().ok());
+        let amount = Amount { warmup: 3, steps: steps.unwrap_or(9) };
         let found = measure(&loaded.config, amount, &mut Plain::stderr());
         let found = found.unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
         eprintln!("BENCH {} {}", arguments.join(" "), found.to_json());

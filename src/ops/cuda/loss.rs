@@ -18,6 +18,7 @@ use super::super::tape::record;
 use super::driver::Side;
 use super::gemm::Matrix;
 use super::kernels::{Arg, CE_THREADS, Files, Grid, Module};
+use super::memory::Layout;
 use super::tensor::{cast, dense, empty, gpu, is_on_card, matrix, pointer};
 
 /// Rows of a chunk: its products fill a card's multiprocessors about once, and more rows don't make them faster.
@@ -180,7 +181,6 @@ impl Head {
         let chunk = chunk_rows(n, stride * dtype.size());
         let x = empty(hidden, [n, width], dtype);
         let losses = empty(hidden, [n], DType::F32);
-        let logits = empty(hidden, [chunk, stride], dtype);
         let d_rows = of_rows.then(|| empty(hidden, [n, width], dtype));
         let d_weight = of_weight.then(|| empty(hidden, [vocabulary, width], DType::F32));
         let call = Call {
@@ -190,11 +190,18 @@ impl Head {
             losses: pointer(&losses),
             x: matrix(&x),
             weight: matrix(&self.weight),
-            logits: Matrix { columns: vocabulary, ..matrix(&logits) },
+            // Given its place below.
+            logits: Matrix { stride, ..Matrix::dense(0, chunk, vocabulary, dtype) },
             d_rows: d_rows.as_ref().map(matrix),
             d_weight: d_weight.as_ref().map(matrix),
         };
-        gpu(hidden).enter(|side| call.run(side, n, chunk));
+        gpu(hidden).enter(|side| {
+            // The logits share their memory with what the layers work in.
+            let mut layout = Layout::default();
+            let logits = layout.matrix(chunk, vocabulary, stride, dtype);
+            let block = layout.block(side);
+            Call { logits: block.at(logits), ..call }.run(side, n, chunk);
+        });
         let d_weight = d_weight.map(|d_weight| cast(d_weight, self.weight.dtype));
         Results { losses, d_rows, d_weight }
     }

@@ -82,14 +82,18 @@ pub fn alike(steps: &[AdamW]) -> bool {
 /// One update of each `[parameter, m, v, gradient]`: the new parameters, m and v. Memory that nobody else holds is
 /// updated in place; the others' new values share one allocation.
 pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>) -> Vec<[Tensor<1>; 3]> {
-    let tensors: Vec<[CubeTensor; 4]> = tensors.into_iter().map(|of_one| of_one.map(primitive)).collect();
-    let (kept, copies) = own(tensors);
-    let mut list = Vec::new();
-    for ([param, m, v, grad], step) in kept.iter().zip(steps) {
-        let addresses = [param, m, v, grad].map(address);
-        list.extend(pieces(param.shape()[0], addresses, step.weight_decay as f32));
+    let (mut all, mut copies): ([Vec<CubeTensor>; 4], _) = (Default::default(), Vec::new());
+    for of_one in tensors {
+        of_one.into_iter().zip(&mut all).for_each(|(tensor, list)| list.push(primitive(tensor)));
     }
-    let like = &kept[0][0];
+    let [params, ms, vs, grads] = all;
+    let [params, ms, vs] = [params, ms, vs].map(|list| own(list, &mut copies));
+    let mut list = Vec::new();
+    for (n, step) in steps.iter().enumerate() {
+        let addresses = [&params[n], &ms[n], &vs[n], &grads[n]].map(address);
+        list.extend(pieces(params[n].shape()[0], addresses, step.weight_decay as f32));
+    }
+    let like = &params[0];
     let table = table(like, &list);
     let squares = clip.map(|clip| primitive(clip.squares.clone()));
     // These look-ups wait for what was launched before.
@@ -100,8 +104,28 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>)
         let grid = Grid::new(list.len(), 256);
         side.launch(Module::bf16(Files::Optimizer, 0), "adamw", grid, &arguments);
     });
-    let updated = kept.into_iter().map(|[param, m, v, _]| [param, m, v].map(Tensor::from_primitive::<Cube>));
-    updated.collect()
+    drop(grads);
+    let updated = params.into_iter().zip(ms).zip(vs);
+    updated.map(|((param, m), v)| [param, m, v].map(Tensor::from_primitive::<Cube>)).collect()
+}
+
+/// Each sum with its gradient added, in one launch.
+pub fn add(sums: Vec<Tensor<1>>, grads: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
+    let mut copies = Vec::new();
+    let sums = own(sums.into_iter().map(primitive).collect(), &mut copies);
+    let grads: Vec<CubeTensor> = grads.into_iter().map(primitive).collect();
+    let pairs = sums.iter().zip(&grads);
+    let list: Vec<Piece> =
+        pairs.flat_map(|(sum, g)| pieces(sum.shape()[0], [address(sum), 0, 0, address(g)], 0.0)).collect();
+    let table = table(&sums[0], &list);
+    // This look-up waits for what was launched before.
+    let arguments = [pointer(&table).into()];
+    gpu(&sums[0]).enter(|side| {
+        copies.iter().for_each(|copy| copy.run(side));
+        let grid = Grid::new(list.len(), 256);
+        side.launch(Module::bf16(Files::Optimizer, 0), "add_gradients", grid, &arguments);
+    });
+    sums.into_iter().map(Tensor::from_primitive::<Cube>).collect()
 }
 
 /// `Adam` of `optimizer.cu`.
@@ -122,8 +146,8 @@ fn scalars(step: &AdamW, clip: Option<&Clip>) -> Arg {
 
 /// A copy to make before the update.
 struct Copy {
-    /// Holds the memory.
-    _from: Vec<CubeTensor>,
+    /// The tensors whose memory it is.
+    held: Vec<CubeTensor>,
     from: u64,
     to: u64,
     bytes: usize,
@@ -132,39 +156,36 @@ struct Copy {
 impl Copy {
     fn run(&self, side: &Side<'_>) {
         // SAFETY: both are memory of that many bytes, held until the launches are queued.
+        debug_assert!(!self.held.is_empty());
         let result = unsafe { cu::cuMemcpyDtoDAsync_v2(self.to, self.from, self.bytes, side.gpu.stream()) };
         must(result, "copying parameters");
     }
 }
 
-/// Parameters, m and v whose memory nobody else holds: the tensors themselves, or new places and the copies that
-/// fill them. What lies together is copied together.
-fn own(tensors: Vec<[CubeTensor; 4]>) -> (Vec<[CubeTensor; 4]>, Vec<Copy>) {
-    let mut kept = tensors;
-    let mut copies: Vec<Copy> = Vec::new();
-    for part in 0..3 {
-        let shared: Vec<usize> = (0..kept.len()).filter(|&n| !kept[n][part].can_mut()).collect();
-        let Some(&first) = shared.first() else { continue };
-        let shapes: Vec<_> = shared.iter().map(|&n| kept[n][part].shape()).collect();
-        let places = super::tensor::pieces(&kept[first][part], &shapes, DType::F32);
-        for (&n, place) in shared.iter().zip(places) {
-            let old = std::mem::replace(&mut kept[n][part], place);
-            let (from, to) = (address(&old), address(&kept[n][part]));
-            let bytes = old.shape().num_elements() * 4;
-            match copies.last_mut() {
-                Some(last) if last.from + (to - last.to) == from && to > last.to && part_of(last, to) => {
-                    last.bytes = (to - last.to) as usize + bytes;
-                    last._from.push(old);
-                }
-                _ => copies.push(Copy { _from: vec![old], from, to, bytes }),
+/// The tensors where nobody else holds their memory, else new places for them and the copies that fill those. What
+/// lies together is copied together.
+fn own(mut tensors: Vec<CubeTensor>, copies: &mut Vec<Copy>) -> Vec<CubeTensor> {
+    let shared: Vec<usize> = (0..tensors.len()).filter(|&n| !tensors[n].can_mut()).collect();
+    let Some(&first) = shared.first() else { return tensors };
+    let shapes: Vec<_> = shared.iter().map(|&n| tensors[n].shape()).collect();
+    let places = super::tensor::pieces(&tensors[first], &shapes, DType::F32);
+    for (n, place) in shared.into_iter().zip(places) {
+        let old = std::mem::replace(&mut tensors[n], place);
+        let (from, to) = (address(&old), address(&tensors[n]));
+        let bytes = old.shape().num_elements() * 4;
+        match copies.last_mut() {
+            Some(last) if follows(last, to) && last.from + (to - last.to) == from => {
+                last.bytes = (to - last.to) as usize + bytes;
+                last.held.push(old);
             }
+            _ => copies.push(Copy { held: vec![old], from, to, bytes }),
         }
     }
-    (kept, copies)
+    tensors
 }
 
 /// Whether the place follows what the copy fills, but for the gap up to its alignment.
-fn part_of(copy: &Copy, to: u64) -> bool {
+fn follows(copy: &Copy, to: u64) -> bool {
     let end = copy.to + copy.bytes as u64;
     end <= to && to - end < super::tensor::PIECE_ALIGNMENT
 }

@@ -138,3 +138,18 @@ KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const floa
         if (piece.copy) piece.copy[i] = to_bf16(p);
     }
 }
+
+// Sums of gradients over micro-batches: parameter += grad. grid = pieces, 256 threads.
+KERNEL __launch_bounds__(256) add_gradients(const Piece* __restrict__ pieces) {
+    const Piece piece = pieces[blockIdx.x];
+    const int count4 = (((u64)piece.parameter | (u64)piece.grad) & 15) ? 0 : piece.count / 4;
+    for (int i = threadIdx.x; i < count4; i += 256) {
+        float sum[4], g[4];
+        load4(sum, piece.parameter + i * 4);
+        load4(g, piece.grad + i * 4);
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[j] += g[j];
+        store4(piece.parameter + i * 4, sum);
+    }
+    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) piece.parameter[i] += as_float(piece.grad[i]);
+}

@@ -49,20 +49,19 @@ pub(super) fn run(saved: &Saved, side: &mut Side<'_>, dy: Matrix, spare: bool, t
     };
     let pass = Pass { saved, activations, weights, to };
     pass.clear_unused(side);
-    let mut layout = Layout::default();
     let room = call.groups[DOWN].spare();
-    let copy = call.rows(&mut layout, call.e, room);
+    // The layer above leaves room between its rows.
+    let fits = dy.stride >= call.e + call.groups[DOWN].columns && (spare || room == 0);
+    let mut layout = Layout::default();
     let d_middle = call.rows(&mut layout, call.e, call.groups[O].spare());
+    let copy = (!fits).then(|| call.rows(&mut layout, call.e, room));
     let block = layout.block(side);
     let d_middle = block.at(d_middle);
-    let dy = match dy.stride >= call.e + call.groups[DOWN].columns && (spare || room == 0) {
-        true => dy,
-        false => {
-            let copy = block.at(copy);
-            side.copy(dy, copy);
-            copy
-        }
-    };
+    let dy = copy.map_or(dy, |copy| {
+        let copy = block.at(copy);
+        side.copy(dy, copy);
+        copy
+    });
     pass.mlp(side, dy, d_middle);
     pass.attention(side, d_middle);
 }
@@ -112,20 +111,20 @@ impl Pass<'_> {
         let (gate_up, down, f) = (self.group(GATE_UP), self.group(DOWN), call.f());
         let mut layout = Layout::default();
         let d_act = call.rows(&mut layout, f, 0);
-        let act = call.rows(&mut layout, f, 0);
         let d_gate_up = call.rows(&mut layout, 2 * f, gate_up.spare());
         let normed = call.rows(&mut layout, call.e, 0);
         let d_normed = call.rows(&mut layout, call.e, 0);
         let block = layout.block(side);
-        let [d_act, act, d_gate_up, normed, d_normed] =
-            [d_act, act, d_gate_up, normed, d_normed].map(|place| block.at(place));
+        let [d_act, d_gate_up, normed, d_normed] =
+            [d_act, d_gate_up, normed, d_normed].map(|place| block.at(place));
 
         down.low_gradient(side, &self.weights[DOWN], dy);
         down.input_gradient(side, &self.weights[DOWN], dy, d_act);
         let [gate, up] = [0, 1].map(|n| gate_up.out_of(n, kept.gate_up));
         let outs = [0, 1].map(|n| gate_up.out_of(n, d_gate_up));
-        side.swiglu_backward([gate, up, d_act], outs, self.trains(DOWN).then_some(act));
-        self.parameters(side, DOWN, act, dy);
+        // SwiGLU's output takes the place of its gradient.
+        side.swiglu_backward([gate, up, d_act], outs, self.trains(DOWN).then_some(d_act));
+        self.parameters(side, DOWN, d_act, dy);
 
         gate_up.low_gradient(side, &self.weights[GATE_UP], d_gate_up);
         gate_up.input_gradient(side, &self.weights[GATE_UP], d_gate_up, d_normed);
