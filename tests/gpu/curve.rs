@@ -1,6 +1,7 @@
 //! A loss curve to hold against PyTorch: 50 steps from the same weights, adapter and batches.
 //!
-//! `EMBERTUNE_CURVE="MODEL OUT"` writes `OUT/adapter`, `OUT/batches.jsonl` and `OUT/losses.jsonl`; then
+//! `EMBERTUNE_CURVE="MODEL OUT"` writes `OUT/adapter`, `OUT/batches.jsonl` (unless it is there: then those are taken) and
+//! `OUT/losses.jsonl`; then
 //! `tools/parity/peft_train.py MODEL OUT/batches.jsonl --adapter OUT/adapter --lr 5e-4 --device cuda --dtype bfloat16
 //! --out OUT/peft.jsonl` and `tools/parity/compare_losses.py OUT/losses.jsonl OUT/peft.jsonl`.
 
@@ -38,15 +39,22 @@ fn curve() {
     let config = OptimConfig::default();
     let mut optimizer = Optimizer::new(&config, &model.trainable());
     let create = |name: &str| std::fs::File::create(out.join(name)).unwrap();
-    let (mut batches, mut losses) = (create("batches.jsonl"), create("losses.jsonl"));
-    for step in 1..=STEPS {
-        let batch = batch(step as u64, model.config().vocab_size as u32);
-        let Batch { input_ids, position_ids, targets, loss_mask, cu_seqlens, .. } = &batch;
-        let line = json!({
-            "step": step, "micro": 0, "input_ids": input_ids, "position_ids": position_ids,
-            "targets": targets, "loss_mask": loss_mask, "cu_seqlens": cu_seqlens,
-        });
-        writeln!(batches, "{line}").unwrap();
+    let given = out.join("batches.jsonl");
+    if !given.exists() {
+        let mut file = create("batches.jsonl");
+        for step in 1..=STEPS {
+            let Batch { input_ids, position_ids, targets, loss_mask, cu_seqlens, .. } =
+                batch(step as u64, model.config().vocab_size as u32);
+            let line = json!({
+                "step": step, "micro": 0, "input_ids": input_ids, "position_ids": position_ids,
+                "targets": targets, "loss_mask": loss_mask, "cu_seqlens": cu_seqlens,
+            });
+            writeln!(file, "{line}").unwrap();
+        }
+    }
+    let mut losses = create("losses.jsonl");
+    for line in std::fs::read_to_string(given).unwrap().lines() {
+        let (step, batch) = read(line);
         let trained = batch.trained_tokens();
         let sums = forward_backward(&model, &[batch], &StepOptions::default()).unwrap();
         let update =
@@ -58,6 +66,26 @@ fn curve() {
         writeln!(losses, "{row}").unwrap();
         eprintln!("step {step}: loss {:.5} norm {:.4}", update.loss, update.grad_norm);
     }
+}
+
+/// A line of `batches.jsonl`.
+fn read(line: &str) -> (u64, Batch) {
+    let line: serde_json::Value = serde_json::from_str(line).unwrap();
+    let numbers = |key: &str| -> Vec<u32> {
+        line[key].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as u32).collect()
+    };
+    let trained = |flag: &serde_json::Value| flag.as_bool().unwrap_or(flag.as_u64() == Some(1));
+    let input_ids = numbers("input_ids");
+    let batch = Batch {
+        run_tokens: vec![input_ids.len()],
+        input_ids,
+        position_ids: numbers("position_ids"),
+        targets: numbers("targets"),
+        loss_mask: line["loss_mask"].as_array().unwrap().iter().map(trained).collect(),
+        cu_seqlens: numbers("cu_seqlens"),
+        first_token: 0,
+    };
+    (line["step"].as_u64().unwrap(), batch)
 }
 
 /// 2,048 tokens of documents of uneven length, each counting up in steps of its own: something to learn.
