@@ -167,7 +167,7 @@ impl Gpu {
         self.counters + n as u64 * 4
     }
 
-    /// The address of the products' scratch memory, [`WORKSPACE`] bytes.
+    /// The address of the products' scratch memory, 64 MiB.
     pub fn workspace(&self) -> u64 {
         self.workspace
     }

@@ -73,8 +73,8 @@ static ADDRESSES: Mutex<Option<HashMap<usize, u64>>> = Mutex::new(None);
 /// More entries than that are mostly those of memory that is gone.
 const ADDRESSES_KEPT: usize = 1 << 14;
 
-/// As [`pointer`], but CubeCL is asked once for each allocation only: launches that were made before may not have
-/// reached the card. An op asks for one [`pointer`] besides.
+/// As [`pointer()`], but CubeCL is asked once for each allocation only: launches that were made before may not have
+/// reached the card. An op asks for one [`pointer()`] besides.
 pub fn address(x: &CubeTensor) -> u64 {
     let id = x.handle.memory.descriptor().id.value;
     let offset = x.handle.offset_start.unwrap_or(0);
