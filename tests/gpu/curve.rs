@@ -84,7 +84,6 @@ fn read(line: &str) -> (u64, Batch) {
         targets: numbers("targets"),
         loss_mask: line["loss_mask"].as_array().unwrap().iter().map(trained).collect(),
         cu_seqlens: numbers("cu_seqlens"),
-        ..Default::default()
     };
     (line["step"].as_u64().unwrap(), batch)
 }
