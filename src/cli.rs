@@ -18,6 +18,7 @@ mod launch;
 mod lint;
 mod merge;
 mod preview;
+mod sweep;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
 #[derive(Debug, Parser)]
@@ -34,6 +35,12 @@ enum Command {
     #[command(disable_help_flag = true)]
     Sft {
         /// `@ FILE` and `--section.key VALUE`, as often as needed; later ones win.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Train a run for each combination of values, all at once over one base: `sweep @ run.toml --optim.lr 1e-4,3e-4`
+    Sweep {
+        /// As for `sft`; flags with several numbers (`1e-4,3e-4`) are swept over.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -91,7 +98,11 @@ pub fn run() -> u8 {
         Command::Sft { args } if args.iter().any(|a| a == "--help" || a == "-h") => {
             print(&format!("{SFT_USAGE}\n{}", config::help()))
         }
-        Command::Sft { args } => sft(&args, &mut format),
+        Command::Sft { args } => config::load(&args).and_then(|job| sft(job, &args, &mut format)),
+        Command::Sweep { args } => sweep::load(&args).and_then(|job| {
+            let again = sweep::again(&job);
+            sft(job, &again, &mut format)
+        }),
         Command::Check { args } => check(&args),
         Command::Bench { args } => bench::bench(&args),
         Command::Preview { args } => preview::preview(&args),
@@ -167,12 +178,13 @@ fn print_after(text: &str) {
     }
 }
 
-fn sft(args: &[String], format: &mut LineFormat) -> Result<()> {
-    let config::Loaded { config, differences } = config::load(args)?;
+/// Trains; `args` read the same job again.
+fn sft(job: config::Loaded, args: &[String], format: &mut LineFormat) -> Result<()> {
+    let config::Loaded { config, runs, differences } = job;
     let level: Level = config.log.level.parse().unwrap_or(Level::INFO);
     *format = if config.log.json_logging { LineFormat::Json } else { LineFormat::Text };
     let format = *format;
-    let learner = SftLearner::new(config.clone())?;
+    let learner = SftLearner::with_runs(config.clone(), runs)?;
     let file = LogFile::new(&RunFolder::new(&config).log());
     let mut file = config.log.file.then_some(file);
     log::init(level, format, file.clone());
@@ -210,9 +222,15 @@ fn with_command(error: Error, args: &[String]) -> Error {
 
 fn check(args: &[String]) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
-    let config::Loaded { config, differences } = config::load(args)?;
-    let checked = train::check::check(&config)?;
-    print(&format!("{}\n{checked}", describe(&differences).join("\n")))
+    let config::Loaded { config, runs, differences } = config::load(args)?;
+    print(&describe(&differences).join("\n"))?;
+    if runs.is_empty() {
+        return print(&train::check::check(&config)?.to_string());
+    }
+    for run in &runs {
+        print(&format!("\nRun {}\n{}", run.name, train::check::check(&run.config)?))?;
+    }
+    Ok(())
 }
 
 /// `key = value (default)` for each key that isn't at its default.

@@ -320,6 +320,14 @@ impl Plan {
         })
     }
 
+    /// The plan of one of several runs of a job.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn of_run(&self, config: &SftConfig) -> Result<Self> {
+        Ok(Plan { device: self.device.clone(), ..Plan::new(config, self.world_size)? })
+    }
+
     /// The plan of one rank: its own device among those that are named, or the card of its number.
     #[must_use]
     pub fn on_rank(&self, local_rank: usize) -> Self {

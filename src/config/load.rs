@@ -4,7 +4,8 @@ use super::SftConfig;
 use super::check;
 use super::flags::{Arguments, Given, parse as parse_arguments};
 use super::read::{Reader, read_table};
-use super::source::{Node, Sources, parse as parse_text};
+use super::runs::{self, RunConfig};
+use super::source::{Node, Sources, Value, parse as parse_text};
 use super::write::Difference;
 use crate::error::{Error, Problem, Result};
 use std::path::{Path, PathBuf};
@@ -17,6 +18,8 @@ const DEFAULT: &str = include_str!("../../configs/default.toml");
 pub struct Loaded {
     /// The whole configuration.
     pub config: SftConfig,
+    /// The runs of `[[runs]]`, each with its whole configuration; none is one run, `config` itself.
+    pub runs: Vec<RunConfig>,
     /// The keys whose values aren't the built-in defaults, in the order of the file format.
     pub differences: Vec<Difference>,
 }
@@ -30,14 +33,38 @@ pub fn load(args: &[String]) -> Result<Loaded> {
     let mut loader = Loader::default();
     let arguments = parse_arguments(args, &mut loader.problems);
     let root = loader.merge(&arguments);
-    let config = loader.finish(root)?;
-    Ok(Loaded { differences: config.differences(), config })
+    let (config, runs) = loader.finish(root)?;
+    Ok(Loaded { differences: config.differences(), config, runs })
 }
 
 pub(super) fn from_toml(text: &str, name: &str) -> Result<SftConfig> {
     let mut loader = Loader::default();
     let root = parse_text(text, name, &mut loader.sources, &mut loader.problems);
-    loader.finish(root)
+    let (config, runs) = loader.finish(root)?;
+    if runs.is_empty() {
+        return Ok(config);
+    }
+    let message = format!("`{name}` has `[[runs]]`, wanted the configuration of one run");
+    let hint = "read it with `config::load`".into();
+    Err(Error::Config(vec![Problem { place: name.into(), message, hint }]))
+}
+
+/// One more run of a job: the text of its entry of `[[runs]]`, without a name.
+///
+/// # Errors
+/// [`Error::Config`] with everything that is wrong.
+pub fn load_run(job: &SftConfig, name: &str, text: &str) -> Result<RunConfig> {
+    let mut loader = Loader::default();
+    let mut root = parse_text(&job.to_toml(), "the job", &mut loader.sources, &mut loader.problems);
+    let mut entry = parse_text(text, &format!("{name}.toml"), &mut loader.sources, &mut loader.problems);
+    if let Value::Table(keys) = &mut entry.value {
+        keys.retain(|(key, _)| key != "name");
+        keys.push(("name".into(), Node { value: Value::Text(name.into()), place: entry.place }));
+    }
+    let runs = Node { value: Value::List(vec![entry]), ..root };
+    root.merge(Node { value: Value::Table(vec![("runs".into(), runs)]), place: root.place });
+    let (_, mut runs) = loader.finish(root)?;
+    Ok(runs.remove(0))
 }
 
 #[derive(Default)]
@@ -80,15 +107,29 @@ impl Loader {
     }
 
     /// Reads and checks; what could not be read as text at all is told first and alone.
-    fn finish(self, root: Node) -> Result<SftConfig> {
+    fn finish(self, mut root: Node) -> Result<(SftConfig, Vec<RunConfig>)> {
         if !self.problems.is_empty() {
             return Err(Error::Config(self.problems));
         }
+        let entries = runs::take(&mut root);
         let mut reader = Reader::new(&self.sources);
         let config = read_table::<SftConfig>(&root, "", &mut reader).expect("the root is a table");
         check::rules(&config, &mut reader);
+        let mut all = Vec::new();
+        for (number, entry) in entries.iter().enumerate() {
+            let Some((name, start_step, own)) = runs::own(entry, number, &mut reader) else { continue };
+            let mut tree = root.clone();
+            runs::lay_over(&mut tree, own);
+            let mut inner = Reader::new(&self.sources);
+            let mut config = read_table::<SftConfig>(&tree, "", &mut inner).expect("the root is a table");
+            check::rules(&config, &mut inner);
+            reader.absorb(inner);
+            runs::place(&mut config, &name);
+            all.push(RunConfig { name, start_step, config });
+        }
+        runs::rules(&all, &mut reader);
         match reader.into_problems() {
-            problems if problems.is_empty() => Ok(config),
+            problems if problems.is_empty() => Ok((config, all)),
             problems => Err(Error::Config(problems)),
         }
     }

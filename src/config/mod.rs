@@ -17,6 +17,7 @@ mod load;
 mod read;
 mod reference;
 mod refused;
+mod runs;
 mod source;
 mod write;
 
@@ -25,7 +26,8 @@ pub use access::{help, reference};
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use data::*;
 pub(crate) use load::nearest_sibling;
-pub use load::{Loaded, load};
+pub use load::{Loaded, load, load_run};
+pub use runs::RunConfig;
 pub use write::Difference;
 
 use std::path::PathBuf;

@@ -24,6 +24,15 @@ impl<'a> Reader<'a> {
         Reader { sources, problems: Vec::new(), given: BTreeMap::new(), failed: BTreeSet::new() }
     }
 
+    /// Takes over what another reader of the same sources noted, but for what is noted already.
+    pub fn absorb(&mut self, other: Reader<'_>) {
+        for problem in other.problems {
+            if !self.problems.contains(&problem) {
+                self.problems.push(problem);
+            }
+        }
+    }
+
     /// Notes a problem with the key at `path`.
     pub fn problem(&mut self, at: Place, path: &str, message: String, hint: impl Into<String>) {
         self.failed.insert(path.to_string());

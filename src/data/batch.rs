@@ -33,6 +33,34 @@ pub(super) fn batch(layout: Layout, rows: Vec<Vec<Sample>>, stream: Stream) -> B
     batch
 }
 
+impl Batch {
+    /// One batch of what several adapter runs bring, in run order; `None`: a run brings nothing.
+    ///
+    /// # Panics
+    /// If nobody brings anything, or a part is shared by several runs itself.
+    pub fn joined(parts: &[Option<&Batch>]) -> Batch {
+        let mut all = Batch { cu_seqlens: vec![0], ..Batch::default() };
+        for part in parts {
+            let Some(part) = part else {
+                all.run_tokens.push(0);
+                all.streams.push(Stream::default());
+                continue;
+            };
+            assert_eq!(part.run_tokens.len(), 1, "a part is one run's");
+            let start = all.tokens() as u32;
+            all.input_ids.extend_from_slice(&part.input_ids);
+            all.position_ids.extend_from_slice(&part.position_ids);
+            all.targets.extend_from_slice(&part.targets);
+            all.loss_mask.extend_from_slice(&part.loss_mask);
+            all.cu_seqlens.extend(part.cu_seqlens[1..].iter().map(|bound| start + bound));
+            all.run_tokens.push(part.tokens());
+            all.streams.extend_from_slice(&part.streams);
+        }
+        assert!(all.tokens() > 0, "a batch of several runs has tokens");
+        all
+    }
+}
+
 /// Appends a document; each position's target is the next token, the last has none.
 fn add(batch: &mut Batch, document: &Sample) {
     let len = document.ids.len();

@@ -39,10 +39,19 @@ impl Decoder {
     /// # Errors
     /// Every target, pattern and number that does not hold, together; the decoder is then as it was.
     pub fn attach_lora(&mut self, runs: &[LoraSpec], seed: u64) -> Result<LoraReport> {
+        let runs: Vec<_> = runs.iter().map(|spec| (spec.clone(), seed)).collect();
+        self.attach_runs(&runs)
+    }
+
+    /// [`Decoder::attach_lora`] with a seed for each run.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn attach_runs(&mut self, runs: &[(LoraSpec, u64)]) -> Result<LoraReport> {
         let mut decoder = self.clone().frozen();
         let (mut problems, mut warnings) = (Vec::new(), Vec::new());
-        for (run, spec) in runs.iter().enumerate() {
-            match decoder.attach(spec, seed) {
+        for (run, (spec, seed)) in runs.iter().enumerate() {
+            match decoder.attach(spec, *seed) {
                 Ok(found) => warnings.extend(found),
                 Err(found) => problems.extend(found.into_iter().map(|p| in_run(p, run, runs.len()))),
             }
@@ -56,6 +65,17 @@ impl Decoder {
             parameters: self.parameter_counts().trainable,
             warnings,
         })
+    }
+
+    /// Attaches one more run to those that are there.
+    ///
+    /// # Errors
+    /// As [`Decoder::attach_lora`]; the decoder is then as it was.
+    pub fn attach_one_more(&mut self, spec: &LoraSpec, seed: u64) -> Result<Vec<String>> {
+        let mut decoder = self.clone();
+        let warnings = decoder.attach(spec, seed).map_err(Error::Config)?;
+        *self = decoder;
+        Ok(warnings)
     }
 
     /// Attaches one more run; returns warnings.

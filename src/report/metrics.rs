@@ -29,6 +29,8 @@ impl PhaseTimes {
 /// One finished optimizer step.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct StepMetrics {
+    /// The run, where there are several.
+    pub run: Option<String>,
     /// Number of steps so far, this one included.
     pub step: usize,
     /// Passes over the data begun so far.
@@ -79,6 +81,9 @@ impl StepMetrics {
     /// The row in `metrics.jsonl`: prime-rl's names, and ours for what it doesn't have.
     pub fn to_json(&self) -> Value {
         let mut row = Map::new();
+        if let Some(run) = &self.run {
+            row.insert("run".into(), json!(run));
+        }
         row.insert("step".into(), json!(self.step));
         if self.skipped {
             row.insert("skipped".into(), json!(true));
@@ -158,6 +163,16 @@ pub struct Summary {
     pub seconds: f64,
     /// The process's peak memory in bytes.
     pub peak_bytes: Option<u64>,
+    /// The runs of a job of several, by name; the best first.
+    pub runs: Vec<(String, Summary)>,
+}
+
+impl Summary {
+    /// Puts the runs in order: by held-out loss, else by the last step's.
+    pub fn rank_runs(&mut self) {
+        let key = |summary: &Summary| summary.last_val_loss.or(summary.last_loss).unwrap_or(f64::INFINITY);
+        self.runs.sort_by(|(_, a), (_, b)| key(a).total_cmp(&key(b)));
+    }
 }
 
 #[cfg(test)]

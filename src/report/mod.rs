@@ -108,6 +108,52 @@ impl<A: Report, B: Report> Report for Both<A, B> {
     }
 }
 
+/// Tells of one run of several: what it says begins with its name.
+pub struct Named<'a> {
+    report: &'a mut dyn Report,
+    name: Option<String>,
+}
+
+impl<'a> Named<'a> {
+    /// `None`: a run alone, told as it is.
+    pub fn new(report: &'a mut dyn Report, name: Option<&String>) -> Self {
+        Self { report, name: name.cloned() }
+    }
+}
+
+impl Report for Named<'_> {
+    fn progress(&mut self, what: &str, done: usize, total: usize) {
+        match &self.name {
+            None => self.report.progress(what, done, total),
+            Some(name) => self.report.progress(&format!("{name}: {what}"), done, total),
+        }
+    }
+
+    fn start(&mut self, run: &RunInfo) {
+        self.report.start(run);
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        self.report.step(metrics);
+    }
+
+    fn event(&mut self, event: &Event) {
+        let Some(name) = &self.name else { return self.report.event(event) };
+        self.report.event(&match event {
+            Event::Note(text) => Event::Note(format!("{name}: {text}")),
+            Event::Warning(text) => Event::Warning(format!("{name}: {text}")),
+            Event::Validation { step, loss, .. } => {
+                Event::Note(format!("{name}: held-out loss {loss:.4} after step {step}"))
+            }
+            saved @ Event::Saved { .. } => saved.clone(),
+        });
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        self.report.finish(summary);
+    }
+}
+
 /// Listens to nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiet;

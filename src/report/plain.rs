@@ -124,6 +124,21 @@ impl<W: Write> Report for Plain<W> {
     }
 
     fn finish(&mut self, summary: &Summary) {
+        if !summary.runs.is_empty() {
+            self.line(&table(summary));
+        }
+        if summary.runs.is_empty() {
+            self.outcome(summary);
+        }
+        if let Some(bytes) = summary.peak_bytes {
+            self.line(&format!("Peak memory: {:.2} GiB", gib(bytes)));
+        }
+    }
+}
+
+impl<W: Write> Plain<W> {
+    /// What a run alone came to.
+    fn outcome(&mut self, summary: &Summary) {
         let loss = match (summary.first_loss, summary.last_loss) {
             (Some(first), Some(last)) => format!(", loss {first:.4} -> {last:.4}"),
             _ => String::new(),
@@ -133,14 +148,32 @@ impl<W: Write> Report for Plain<W> {
         if let (Some(first), Some(last)) = (summary.first_val_loss, summary.last_val_loss) {
             self.line(&format!("Held-out loss {first:.4} -> {last:.4}"));
         }
-        if let Some(bytes) = summary.peak_bytes {
-            self.line(&format!("Peak memory: {:.2} GiB", gib(bytes)));
-        }
     }
+}
+
+/// The runs of a job, a line each, the best first.
+fn table(summary: &Summary) -> String {
+    let width = summary.runs.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(4);
+    let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.4}"));
+    let mut text = format!(
+        "Done in {:.1}s\n{:width$}  {:>6}  {:>9}  {:>13}  adapter",
+        summary.seconds, "run", "steps", "last loss", "held-out loss"
+    );
+    for (name, run) in &summary.runs {
+        let adapter = run.adapter.as_ref().map_or(String::new(), |path| path.display().to_string());
+        let (loss, held_out) = (number(run.last_loss), number(run.last_val_loss));
+        text += &format!("\n{name:width$}  {:>6}  {loss:>9}  {held_out:>13}  {adapter}", run.steps);
+    }
+    text
 }
 
 /// `Step 3 | Time: 0.52s | Loss: 2.1234 | …`, in the order of prime-rl's line.
 fn step_line(m: &StepMetrics) -> String {
+    let line = line_of_one(m);
+    m.run.as_ref().map_or(line.clone(), |run| format!("{run} | {line}"))
+}
+
+fn line_of_one(m: &StepMetrics) -> String {
     if m.skipped && m.trained_tokens > 0 {
         return format!("Step {} | skipped: its loss or gradient is not finite", m.step);
     }

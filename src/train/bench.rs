@@ -12,7 +12,7 @@ use super::ranks::{Ranks, World};
 use super::setup;
 use super::sft::StopFlag;
 use super::step::{GradSums, StepOptions, forward_backward};
-use crate::config::{CkptConfig, Plan, SftConfig};
+use crate::config::{CkptConfig, Plan, RunConfig, SftConfig};
 use crate::data::Batch;
 use crate::device::{device_bytes, hardware_name};
 use crate::model::Decoder;
@@ -90,7 +90,8 @@ fn measure(
     report: &mut dyn Report,
 ) -> Result<Bench> {
     let ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, &StopFlag::default())?;
-    let (model, _) = setup::model(config, &ground, report)?;
+    let alone = RunConfig { name: String::new(), start_step: 0, config: config.clone() };
+    let (model, _) = setup::model(&[alone], std::slice::from_ref(&ground), report)?;
     let Ground { selected, mut data, .. } = ground;
     let clock = Instant::now();
     let Some(batches) = data.loader.next_step()? else {
@@ -98,7 +99,7 @@ fn measure(
     };
     let data_ms = ms(clock);
     let speed = setup::Speed::new(&selected, &model);
-    let optimizer = setup::optimizer(config, &model, &ranks);
+    let optimizer = setup::optimizer(config, &model.trainable(), &ranks);
     let options = setup::step_options(config);
     let mut run = Run { config, ranks, model, optimizer, options, batches };
     let mut times = Vec::with_capacity(amount.steps);

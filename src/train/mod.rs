@@ -2,12 +2,14 @@
 
 pub mod bench;
 pub mod check;
+mod control;
 pub mod eval;
 mod ground;
 pub mod metrics;
 pub mod optim;
 pub mod ranks;
 mod resume;
+mod run;
 pub mod schedule;
 mod setup;
 pub mod sft;

@@ -5,13 +5,14 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
+use burn::tensor::{Device, Tensor};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::optim::Optimizer;
 use crate::checkpoint::{Progress, RunFolder, State, changes};
 use crate::config::{SchedulerConfig, SftConfig};
 use crate::data::Loader;
-use crate::model::Decoder;
+use crate::model::Trainable;
 use crate::{Error, Result};
 
 /// What a checkpoint is held against.
@@ -148,27 +149,26 @@ pub(super) fn fit(
     })
 }
 
-/// Puts a checkpoint that fits into model and optimizer.
+/// Puts a checkpoint that fits into the optimizer, and returns the values of the parameters.
 pub(super) fn restore(
     config: &SftConfig,
     folder: &RunFolder,
     path: &Path,
-    model: &mut Decoder,
+    device: &Device,
+    trainable: &[Trainable],
     optimizer: &mut Optimizer,
-) -> Result<()> {
+) -> Result<Vec<Tensor<1>>> {
     let skip_optimizer = config.ckpt.as_ref().is_some_and(|ckpt| ckpt.skip_optimizer);
-    let mut checkpoint =
-        folder.load(path, &model.device(), |name| !skip_optimizer && !optimizer.leaves_out(name))?;
-    let trainable = model.trainable();
+    let mut checkpoint = folder.load(path, device, |name| !skip_optimizer && !optimizer.leaves_out(name))?;
     let wanted: Vec<_> = trainable.iter().map(|p| (p.name.as_str(), p.shape.as_slice())).collect();
     let values = checkpoint.take_trainable(&wanted)?.into_iter().map(|t| t.values).collect();
-    *model = model.clone().set_trainable(values);
     if skip_optimizer {
-        return Ok(());
+        return Ok(values);
     }
     let file = path.join("optimizer.safetensors");
     let failed = |message| Error::checkpoint(file, message, "set `ckpt.skip_optimizer = true`");
-    optimizer.restore(checkpoint.optimizer, checkpoint.state.optimizer_updates).map_err(failed)
+    optimizer.restore(checkpoint.optimizer, checkpoint.state.optimizer_updates).map_err(failed)?;
+    Ok(values)
 }
 
 /// The checkpoint to go on from after step `failed`: the newest, unless it is so near that what went wrong may

@@ -14,32 +14,40 @@ use super::schedule::Schedule;
 use super::sft::StopFlag;
 use super::step::StepOptions;
 use crate::checkpoint::{RunFolder, Start};
-use crate::config::{DataConfig, Plan, SftConfig};
+use crate::config::{DataConfig, LoraConfig, Plan, RunConfig, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, Validation, validation_batches};
 use crate::device::{Selected, hardware_name};
-use crate::model::{Decoder, HfConfig, LoraSpec};
+use crate::model::{Decoder, HfConfig, LoraSpec, Trainable};
 use crate::report::{Event, Report, RunInfo};
 use crate::{Error, Result};
 
 /// The model, ready to train, and what to tell about it. What there is to warn of, [`Ground`] has.
 pub(super) fn model(
-    config: &SftConfig,
-    ground: &Ground,
+    runs: &[RunConfig],
+    grounds: &[Ground],
     report: &mut dyn Report,
 ) -> Result<(Decoder, Vec<String>)> {
+    let ground = &grounds[0];
     let mut progress = |done, total| report.progress("loading weights", done, total);
     let (mut model, _) =
         Decoder::load_with_report(&ground.base, ground.dtype, &ground.selected.device, &mut progress)?;
     let mut details = Vec::new();
-    match &config.model.lora {
-        None => model = model.train_all(),
-        Some(lora) => {
-            let attached = model.attach_lora(&[LoraSpec::from_config(lora)], config.seed)?;
-            let (rank, alpha, modules) = (lora.rank, lora.alpha, attached.modules);
-            details.push(format!("LoRA: rank {rank}, alpha {alpha}, on {modules} modules"));
-        }
+    let loras: Vec<_> = runs.iter().filter_map(|run| Some((run, run.config.model.lora.as_ref()?))).collect();
+    if loras.is_empty() {
+        model = model.train_all();
+    } else {
+        let specs: Vec<_> =
+            loras.iter().map(|(run, lora)| (LoraSpec::from_config(lora), run.config.seed)).collect();
+        model.attach_runs(&specs)?;
     }
-    details.push(describe_data(&ground.data.loader));
+    for (index, (run, ground)) in runs.iter().zip(grounds).enumerate() {
+        let prefix = if run.name.is_empty() { String::new() } else { format!("{}: ", run.name) };
+        if let Some(LoraConfig { rank, alpha, .. }) = &run.config.model.lora {
+            let modules = model.runs()[index].modules.len();
+            details.push(format!("{prefix}LoRA: rank {rank}, alpha {alpha}, on {modules} modules"));
+        }
+        details.push(format!("{prefix}{}", describe_data(&ground.data.loader)));
+    }
     Ok((model, details))
 }
 
@@ -155,14 +163,15 @@ fn describe_data(loader: &Loader) -> String {
 }
 
 /// Adapters are small: every rank updates them all. Of a whole model each rank updates a part.
-pub(super) fn optimizer(config: &SftConfig, model: &Decoder, ranks: &Ranks) -> Optimizer {
-    let optimizer = Optimizer::new(&config.optim, &model.trainable()).hold_in(optimization_dtype(config));
+pub(super) fn optimizer(config: &SftConfig, trainable: &[Trainable], ranks: &Ranks) -> Optimizer {
+    let optimizer = Optimizer::new(&config.optim, trainable).hold_in(optimization_dtype(config));
     if config.model.lora.is_none() { optimizer.sharded(ranks) } else { optimizer }
 }
 
 pub(super) fn step_options(config: &SftConfig) -> StepOptions {
     let recompute = config.model.ac.as_ref().map(|ac| ac.freq);
-    StepOptions { recompute, dropout_seed: config.seed }
+    // Each run's dropout has the run's own seed, from where it was attached.
+    StepOptions { recompute, dropout_seed: 0 }
 }
 
 /// The schedule goes from the step where it began to the end of the run.

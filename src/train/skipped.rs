@@ -44,7 +44,8 @@ impl Skipped {
     }
 }
 
-/// Loss, norm and the first document whose loss isn't finite.
+/// Loss, norm and the first document whose loss isn't finite; `among` makes of a run's own batch one that the model
+/// takes.
 ///
 /// # Errors
 /// A batch that doesn't hold.
@@ -53,6 +54,7 @@ pub(super) fn describe(
     batches: &[Batch],
     seq_len: usize,
     [loss, grad_norm]: [f64; 2],
+    among: &dyn Fn(&Batch) -> Batch,
 ) -> Result<String> {
     let model = model.valid();
     let mut first = 0;
@@ -60,7 +62,7 @@ pub(super) fn describe(
         for bounds in batch.cu_seqlens.windows(2) {
             let [start, end] = [bounds[0] as usize, bounds[1] as usize];
             let document = document(batch, start, end);
-            if document.trained_tokens() > 0 && !is_finite(&model, &document)? {
+            if document.trained_tokens() > 0 && !is_finite(&model, &among(&document))? {
                 let (row, at) = ((first + start) / seq_len + 1, (first + start) % seq_len);
                 return Ok(format!(
                     "the loss is {loss}, from row {row} of the step, the document at its token {at}"

@@ -1,0 +1,255 @@
+//! Several adapters in one job, each as if it were alone: losses, norms, learning rates and files of a run among
+//! others are those of the same run by itself, bit for bit on the CPU.
+#![cfg(feature = "flex")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::run::RunDir;
+use serde_json::Value;
+
+/// Three runs that differ in all that a run can have of its own.
+const RUNS: &str = r#"
+[[runs]]
+name = "plain"
+
+[[runs]]
+name = "wide"
+seed = 7
+max_steps = 4
+model.lora.rank = 6
+model.lora.alpha = 3.0
+model.lora.dropout = 0.2
+model.lora.target_modules = ["k_proj", "down_proj", "up_proj"]
+data.batch_size = 3
+data.micro_batch_size = 1
+optim.lr = 3e-3
+optim.max_norm = 0.1
+scheduler = { type = "linear", warmup_steps = 1, decay_steps = 2 }
+
+[[runs]]
+name = "short"
+seed = 3
+max_steps = 7
+model.lora.dropout = 0.1
+model.lora.use_rslora = true
+data.seq_len = 32
+data.batch_size = 2
+data.micro_batch_size = 2
+data.seed = 5
+optim = { type = "sgd", lr = 1e-2, momentum = 0.9, nesterov = false }
+"#;
+
+/// `run.toml` with these runs below it.
+fn job(dir: &RunDir, runs: &str) {
+    let text = dir.text("run.toml").replace("max_steps = 2", "max_steps = 6");
+    dir.write("job.toml", &format!("{text}\n{runs}"));
+}
+
+fn sft(dir: &RunDir, file: &str, args: &[&str]) -> common::run::Ran {
+    dir.run(&[&["sft", "@", file], args].concat())
+}
+
+/// One of the runs as a job of its own, from the resolved configuration that the job wrote for it.
+fn alone(dir: &RunDir, out: &str, name: &str, args: &[&str]) {
+    let text = dir.text(&format!("{out}/runs/{name}/configs/sft.toml"));
+    dir.write("alone.toml", &text);
+    let to = format!("alone/{name}");
+    sft(dir, "alone.toml", &[&["--output-dir", &to], args].concat()).succeeds();
+}
+
+fn numbers(dir: &RunDir, out: &str) -> Vec<[Value; 7]> {
+    let keys = [
+        "step",
+        "loss/mean",
+        "optim/grad_norm",
+        "optim/lr",
+        "val/loss",
+        "progress/num_tokens",
+        "progress/num_trained_tokens",
+    ];
+    dir.rows(out).iter().map(|row| keys.map(|key| row.get(key).cloned().unwrap_or_default())).collect()
+}
+
+/// All numbers, the adapter and the checkpoint of a run are those that it has alone.
+#[track_caller]
+fn assert_as_alone(dir: &RunDir, among: &str, alone: &str, steps: usize) {
+    let found = numbers(dir, among);
+    assert_eq!(found.len(), steps, "{}", dir.listing());
+    assert_eq!(found, numbers(dir, alone), "{among}");
+    for file in [
+        format!("weights/step_{steps}/lora_adapters/adapter_model.safetensors"),
+        format!("weights/step_{steps}/lora_adapters/adapter_config.json"),
+        format!("checkpoints/step_{steps}/trainable.safetensors"),
+        format!("checkpoints/step_{steps}/optimizer.safetensors"),
+        format!("checkpoints/step_{steps}/state.json"),
+    ] {
+        assert!(
+            dir.bytes(&format!("{among}/{file}")) == dir.bytes(&format!("{alone}/{file}")),
+            "{among}: {file}"
+        );
+    }
+}
+
+#[test]
+fn three_runs_train_as_each_alone() {
+    let dir = RunDir::new();
+    let val =
+        format!("[val]\ninterval = 2\neval_on_start = true\n[val.data]\nname = \"{}\"\nseq_len = 64\n", {
+            let text = dir.text("run.toml");
+            text.lines()
+                .filter_map(|line| line.strip_prefix("name = \""))
+                .nth(1)
+                .unwrap()
+                .trim_end_matches('"')
+                .to_string()
+        });
+    job(&dir, &format!("{val}{RUNS}"));
+    let ran = sft(&dir, "job.toml", &[]).succeeds();
+    for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
+        alone(&dir, "out", name, &[]);
+        let rows = dir.rows(&format!("out/runs/{name}"));
+        assert_eq!(rows[0]["step"], 0, "the evaluation before the first step");
+        let (among, single) = (format!("out/runs/{name}"), format!("alone/{name}"));
+        let found = numbers(&dir, &among);
+        assert_eq!(found.len(), steps + 1);
+        assert_eq!(found, numbers(&dir, &single), "{name}");
+        let file = format!("weights/step_{steps}/lora_adapters/adapter_model.safetensors");
+        assert!(dir.bytes(&format!("{among}/{file}")) == dir.bytes(&format!("{single}/{file}")), "{name}");
+    }
+    ran.says(&["held-out loss", "wide has ended after 4 steps", "run ", "plain | Step 6"]);
+    // The file of the job reads back to the same runs.
+    dir.write("again.toml", &dir.text("out/configs/sft.toml"));
+    sft(&dir, "again.toml", &["--output-dir", "again"]).succeeds();
+    assert_eq!(numbers(&dir, "out/runs/short"), numbers(&dir, "again/runs/short"));
+}
+
+#[test]
+fn runs_start_late_and_resume() {
+    let dir = RunDir::new();
+    let late = RUNS.replace("name = \"short\"", "name = \"short\"\nstart_step = 3");
+    job(&dir, &late);
+    sft(&dir, "job.toml", &[]).succeeds();
+    for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
+        alone(&dir, "out", name, &[]);
+        assert_as_alone(&dir, &format!("out/runs/{name}"), &format!("alone/{name}"), steps);
+    }
+    // Stopped after two steps of each, and resumed: the same again.
+    job(&dir, &late.replace("max_steps = 4", "max_steps = 2").replace("max_steps = 7", "max_steps = 2"));
+    let constant = ["--output-dir", "cut", "--max-steps", "2"];
+    sft(&dir, "job.toml", &constant).fails(2).says(&["warmup_steps"]);
+    job(&dir, &late);
+    let mut child = dir.command(&["sft", "@", "job.toml", "--output-dir", "cut"]).spawn().unwrap();
+    let stable = dir.path("cut/runs/wide/checkpoints/step_2/STABLE");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !stable.exists() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    sft(&dir, "job.toml", &["--output-dir", "cut", "--ckpt.resume-step", "-1"]).succeeds();
+    for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
+        assert_as_alone(&dir, &format!("cut/runs/{name}"), &format!("alone/{name}"), steps);
+    }
+}
+
+#[test]
+fn a_run_that_breaks_down_stops_and_the_others_go_on() {
+    let dir = RunDir::new();
+    let broken = "\n[[runs]]\nname = \"broken\"\noptim = { type = \"sgd\", lr = 1e38, momentum = 0.0, nesterov = false, \
+                  max_skipped = 1, max_norm = \"None\" }\nmax_steps = 30\n";
+    job(&dir, &format!("{RUNS}{broken}"));
+    let ran = sft(&dir, "job.toml", &[]).fails(1);
+    ran.says(&["broken is stopped, the others go on", "not finite", "the other runs are saved"]);
+    for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
+        alone(&dir, "out", name, &[]);
+        assert_as_alone(&dir, &format!("out/runs/{name}"), &format!("alone/{name}"), steps);
+    }
+}
+
+#[test]
+fn runs_are_added_and_stopped_while_others_train() {
+    let dir = RunDir::new();
+    job(
+        &dir,
+        "[[runs]]\nname = \"long\"\nmax_steps = 100000\n\n[[runs]]\nname = \"other\"\nmax_steps = 100000\n",
+    );
+    let mut child = dir
+        .command(&["sft", "@", "job.toml", "--ckpt.interval", "1000"])
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let wait = |done: &dyn Fn() -> bool| {
+        while !done() {
+            assert!(Instant::now() < deadline, "{}", dir.listing());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait(&|| dir.path("out/control/add").exists());
+    dir.write("new.toml", "max_steps = 5\nmodel.lora.rank = 2\noptim.lr = 2e-3\n");
+    std::fs::rename(dir.path("new.toml"), dir.path("out/control/add/new.toml")).unwrap();
+    dir.write("bad.toml", "output_dir = \"x\"\n");
+    std::fs::rename(dir.path("bad.toml"), dir.path("out/control/add/bad.toml")).unwrap();
+    wait(&|| dir.path("out/runs/new/checkpoints/step_5/STABLE").exists());
+    dir.write("out/control/stop/other", "");
+    wait(&|| dir.path("out/control/done/other").exists());
+    dir.write("out/control/stop/long", "");
+    assert!(child.wait().unwrap().success());
+    assert!(
+        dir.path("out/control/refused/bad.toml").exists() && dir.path("out/control/done/new.toml").exists()
+    );
+    alone(&dir, "out", "new", &[]);
+    assert_as_alone(&dir, "out/runs/new", "alone/new", 5);
+    let steps = dir.rows("out/runs/other").len();
+    assert!(dir.path(&format!("out/runs/other/checkpoints/step_{steps}/STABLE")).exists());
+}
+
+#[test]
+fn a_sweep_is_a_run_for_each_combination() {
+    let dir = RunDir::new();
+    let sweep = ["--optim.lr", "1e-3,1e-2", "--model.lora.rank", "2,4", "--max-steps", "3"];
+    let ran = dir.run(&[&["sweep", "@", "run.toml"], &sweep[..]].concat()).succeeds();
+    ran.says(&["lr=1e-3_rank=2", "held-out loss", "lr=1e-2_rank=4 | Step 3"]);
+    alone(&dir, "out", "lr=1e-2_rank=2", &[]);
+    assert_as_alone(&dir, "out/runs/lr=1e-2_rank=2", "alone/lr=1e-2_rank=2", 3);
+    dir.run(&["sweep", "@", "run.toml", "--output-dir", "x"]).fails(2).says(&["nothing to sweep over"]);
+}
+
+#[test]
+fn ranks_share_all_runs() {
+    let dir = RunDir::new();
+    let even = RUNS.replace("data.batch_size = 3", "data.batch_size = 4").replace(
+        "data.batch_size = 2\ndata.micro_batch_size = 2",
+        "data.batch_size = 2\ndata.micro_batch_size = 1",
+    );
+    job(&dir, &even);
+    sft(&dir, "job.toml", &["--output-dir", "one"]).succeeds();
+    sft(&dir, "job.toml", &["--output-dir", "two", "--device", "flex:0,1"]).succeeds();
+    for name in ["plain", "wide", "short"] {
+        let (one, two) = (dir.losses(&format!("one/runs/{name}")), dir.losses(&format!("two/runs/{name}")));
+        assert_eq!(one.len(), two.len());
+        for ((step, a), (_, b)) in one.iter().zip(&two) {
+            assert!((a - b).abs() <= 1e-6 * a.abs(), "{name}, step {step}: {a} and {b}");
+        }
+    }
+}
+
+#[test]
+fn what_a_run_cannot_have_is_named() {
+    let dir = RunDir::new();
+    let fails = |runs: &str, words: &[&str]| {
+        job(&dir, runs);
+        sft(&dir, "job.toml", &[]).fails(2).says(words);
+    };
+    fails("[[runs]]\noptim.lr = 1e-3\n", &["`runs[0]` has no `name`"]);
+    fails("[[runs]]\nname = \"a/b\"\n", &["runs[0].name", "letters"]);
+    fails("[[runs]]\nname = \"a\"\n[[runs]]\nname = \"a\"\n", &["two runs are called `a`"]);
+    fails("[[runs]]\nname = \"a\"\noutput_dir = \"x\"\n", &["`runs[0].output_dir` is not a run's own"]);
+    fails("[[runs]]\nname = \"a\"\nmodel.name = \"x\"\n", &["`runs[0].model.name` is not a run's own"]);
+    fails("[[runs]]\nname = \"a\"\noptim.lrr = 1\n", &["lrr", "job.toml:"]);
+    fails("[[runs]]\nname = \"a\"\nmodel.lora = \"None\"\n", &["trains more than an adapter"]);
+    fails("[[runs]]\nname = \"a\"\ndata.batch_size = 3\n", &["isn't divisible by"]);
+    assert!(!dir.path("out").exists());
+}
