@@ -372,6 +372,21 @@ pub struct Clip {
     pub max_norm: Option<f64>,
 }
 
+/// How our message begins where a device has no memory left: ops return tensors, so they panic.
+pub const OUT_OF_MEMORY: &str = "the device has too little memory";
+
+/// The message of a panic for want of memory, ours or CubeCL's; `None` for any other.
+pub fn out_of_memory(panic: &(dyn std::any::Any + Send)) -> Option<String> {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or(panic.downcast_ref::<&str>().copied())?;
+    let theirs =
+        ["OUT_OF_MEMORY", "OutOfMemory", "out of memory"].into_iter().any(|words| text.contains(words));
+    match text.starts_with(OUT_OF_MEMORY) {
+        true => Some(text.into()),
+        false => theirs.then(|| format!("{OUT_OF_MEMORY}: {text}")),
+    }
+}
+
 /// The scalars of one AdamW update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {

@@ -10,6 +10,7 @@
 //! gradient of its output, on a tape of its own. Where a layer is one op it does that by itself, and keeps attention's
 //! output. The numbers are the same, bit for bit.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
 use burn::tensor::{Gradients, Tensor};
@@ -59,7 +60,7 @@ pub struct Update {
 /// Runs the micro-batches and sums up.
 ///
 /// # Errors
-/// A batch that doesn't hold (see [`Decoder::inputs`]).
+/// A batch that doesn't hold (see [`Decoder::inputs`]), or a device without memory for it.
 pub fn forward_backward(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<GradSums> {
     let mut sums = forward_backward_runs(model, batches, options)?;
     assert_eq!(sums.len(), 1, "several adapter runs go through `forward_backward_runs`");
@@ -75,6 +76,22 @@ pub fn forward_backward_runs(
     batches: &[Batch],
     options: &StepOptions,
 ) -> Result<Vec<GradSums>> {
+    with_memory(|| sums_of(model, batches, options))
+}
+
+/// Turns a panic for want of memory into an error.
+fn with_memory<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    // What the closure leaves half done is dropped: the run ends here.
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| match ops::out_of_memory(&*panic) {
+        Some(message) => {
+            let hint = "lower `data.micro_batch_size` or `data.seq_len`, or switch `[model.ac]` on";
+            Err(Error::device(message, hint))
+        }
+        None => resume_unwind(panic),
+    })
+}
+
+fn sums_of(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<Vec<GradSums>> {
     let runs = model.runs().len().max(1);
     let mut sums: Vec<Option<Tensor<1>>> = Vec::new();
     let mut losses: Vec<Vec<Tensor<1>>> = vec![Vec::with_capacity(batches.len()); runs];
@@ -410,4 +427,22 @@ fn with_losses(squares: &[Tensor<1>], losses: &[Tensor<1>]) -> Tensor<1> {
 fn on_host(parts: Vec<Tensor<1>>) -> Vec<f64> {
     let values = Tensor::cat(parts, 0).to_data().try_to_vec::<f32>().expect("losses and norms are f32");
     values.into_iter().map(f64::from).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_for_want_of_memory_is_an_error_and_no_other_is() {
+        let ours = with_memory::<()>(|| panic!("{}: 3.0 GiB more are wanted", ops::OUT_OF_MEMORY));
+        let error = ours.unwrap_err();
+        assert!(error.to_string().contains("3.0 GiB more"), "{error}");
+        assert!(error.hint().unwrap().contains("`data.micro_batch_size`"));
+        let theirs = with_memory::<()>(|| panic!("CUDA_ERROR_OUT_OF_MEMORY"));
+        assert!(theirs.unwrap_err().to_string().starts_with(ops::OUT_OF_MEMORY));
+        assert_eq!(with_memory(|| Ok(7)).unwrap(), 7);
+        let other = catch_unwind(|| with_memory::<()>(|| panic!("something else")));
+        assert_eq!(other.unwrap_err().downcast_ref(), Some(&"something else"));
+    }
 }

@@ -35,7 +35,7 @@ fn speed() {
         let arguments: Vec<String> = arguments.split_whitespace().map(String::from).collect();
         eprintln!("---- {}", arguments.join(" "));
         let loaded = embertune::config::load(&arguments).unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
-        let learner = SftLearner::new(loaded.config).unwrap_or_else(|e| panic!("{e}"));
+        let learner = SftLearner::with_runs(loaded.config, loaded.runs).unwrap_or_else(|e| panic!("{e}"));
         learner.fit(&mut Plain::stderr()).unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
         let launches = trace::take(Gpu::open(0).expect("the card"));
         let all: f64 = launches.iter().map(|of| of.ms * of.count as f64).sum();

@@ -105,9 +105,8 @@ impl Gpu {
         }
         assert!(
             result == CUresult::CUDA_SUCCESS,
-            "{}: {:.1} GiB more are wanted, {:.1} GiB are free ({result:?}): lower `data.micro_batch_size` or \
-             `data.seq_len`, or set `[model.ac]`",
-            super::OUT_OF_MEMORY,
+            "{}: {:.1} GiB more are wanted, {:.1} GiB are free ({result:?})",
+            crate::ops::OUT_OF_MEMORY,
             gib(bytes),
             gib(self.free_bytes()),
         );

@@ -38,6 +38,3 @@ pub fn free_bytes(device: &burn::tensor::Device) -> Option<u64> {
     let gpu = tensor::card(device).and_then(|index| Gpu::open(index).ok())?;
     Some(gpu.free_bytes() as u64)
 }
-
-/// How the message of a panic for want of memory begins.
-pub const OUT_OF_MEMORY: &str = "the card has too little memory";

@@ -1,0 +1,164 @@
+//! Several adapter runs in one batch on a card: each as it is alone, to rounding.
+
+use burn::tensor::{DType, Device, Tensor};
+use embertune::config::{InitLoraWeights, TargetModules};
+use embertune::data::{Batch, Stream};
+use embertune::model::{Decoder, HfConfig, LoraSpec};
+use embertune::train::step::{GradSums, StepOptions, forward_backward, forward_backward_runs};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use super::{card, floats};
+
+const VOCABULARY: u32 = 640;
+
+const CONFIG: &str = r#"{"model_type": "qwen3", "vocab_size": 640, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 4096, "tie_word_embeddings": true, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu"}"#;
+
+/// A random model in this type.
+fn model(dtype: DType, device: &Device) -> Decoder {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, out) = (folder.path().join("source"), folder.path().join("out"));
+    std::fs::create_dir(&source).unwrap();
+    std::fs::write(source.join("config.json"), CONFIG).unwrap();
+    let random = Decoder::random(&HfConfig::load(&source).unwrap(), 3, &Device::flex());
+    embertune::export::save_model(&random, &source, &out, DType::F32).unwrap();
+    Decoder::load(&out, dtype, device, &mut |_, _| {}).unwrap()
+}
+
+fn spec(rank: usize, alpha: f64, targets: &[&str]) -> LoraSpec {
+    LoraSpec {
+        rank,
+        alpha,
+        dropout: 0.0,
+        target_modules: TargetModules::List(targets.iter().map(|t| t.to_string()).collect()),
+        exclude_modules: None,
+        modules_to_save: vec![],
+        use_rslora: false,
+        rank_pattern: vec![],
+        alpha_pattern: vec![],
+        layers_to_transform: None,
+        layers_pattern: vec![],
+        init: InitLoraWeights::Default,
+    }
+}
+
+/// Documents of these lengths with random tokens, two of three trained.
+fn batch(lengths: &[usize], random: &mut ChaCha8Rng) -> Batch {
+    let mut batch = Batch { cu_seqlens: vec![0], streams: vec![Stream::default()], ..Batch::default() };
+    for &length in lengths {
+        for position in 0..length {
+            batch.input_ids.push(random.next_u32() % VOCABULARY);
+            batch.position_ids.push(position as u32);
+            batch.targets.push(random.next_u32() % VOCABULARY);
+            batch.loss_mask.push(position + 1 < length && position % 3 != 0);
+        }
+        batch.cu_seqlens.push(batch.input_ids.len() as u32);
+    }
+    batch.run_tokens = vec![batch.tokens()];
+    batch
+}
+
+/// B's that aren't zero.
+fn with_values(model: Decoder, seed: u64) -> Decoder {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let values = model.trainable_values().into_iter().map(|value| {
+        let [n] = value.dims();
+        let noise: Vec<f32> =
+            (0..n).map(|_| random.next_u32() as f32 / u32::MAX as f32 * 0.04 - 0.02).collect();
+        value.clone().inner() + Tensor::from_floats(noise.as_slice(), &value.device().without_autodiff())
+    });
+    let values = values.collect();
+    model.set_trainable(values)
+}
+
+fn off(want: &[f32], got: &[f32]) -> f64 {
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut want.iter().zip(got).map(|(a, b)| f64::from(a - b)));
+    difference / norm(&mut want.iter().map(|&x| f64::from(x))).max(1e-12)
+}
+
+#[test]
+fn runs_in_one_batch_are_as_alone() {
+    let Some(device) = card() else { return };
+    const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+    let specs = [spec(16, 32.0, &ALL), spec(5, 3.0, &["q_proj", "down_proj"]), spec(40, 40.0, &ALL[..6])];
+    let lengths: [&[usize]; 3] = [&[700, 1, 323], &[64], &[5, 300, 2047]];
+    for dtype in [DType::F32, DType::BF16] {
+        let base = model(dtype, &device);
+        let mut random = ChaCha8Rng::seed_from_u64(11);
+        let batches = lengths.map(|lengths| batch(lengths, &mut random));
+        let mut together = base.clone();
+        let seeds = [1, 2, 3];
+        let runs: Vec<_> = specs.iter().cloned().zip(seeds).collect();
+        together.attach_runs(&runs).unwrap();
+        let together = with_values(together, 5);
+        let alone: Vec<GradSums> = (0..3)
+            .map(|run| {
+                let mut one = base.clone();
+                one.attach_runs(&runs[run..=run]).unwrap();
+                let all = together.trainable_values();
+                let own = together.trainable_of(run).into_iter().map(|n| all[n].clone().inner());
+                let one = one.set_trainable(own.collect());
+                forward_backward(&one, &batches[run..=run], &StepOptions::default()).unwrap()
+            })
+            .collect();
+        let joined = Batch::joined(&batches.each_ref().map(Some));
+        let found = forward_backward_runs(&together, &[joined.clone()], &StepOptions::default()).unwrap();
+        let limit: f64 = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
+        for (run, (want, got)) in alone.iter().zip(&found).enumerate() {
+            assert_eq!(want.trained_tokens, got.trained_tokens);
+            let (a, b) = (want.loss(), got.loss());
+            assert!((a - b).abs() <= limit * a.abs(), "{dtype:?} run {run}: loss {a}, {b}");
+            assert_eq!(want.grads.len(), got.grads.len());
+            for (n, (want, got)) in want.grads.iter().zip(&got.grads).enumerate() {
+                let off = off(&floats(want.clone()), &floats(got.clone()));
+                assert!(off <= limit, "{dtype:?} run {run}, parameter {n}: {off:.1e}");
+            }
+        }
+        // The same bits twice; and a run without tokens changes nobody.
+        let again = forward_backward_runs(&together, &[joined], &StepOptions::default()).unwrap();
+        for (a, b) in found.iter().zip(&again) {
+            assert_eq!(
+                a.grads.iter().cloned().map(floats).collect::<Vec<_>>(),
+                b.grads.iter().cloned().map(floats).collect::<Vec<_>>()
+            );
+        }
+        let two = Batch::joined(&[Some(&batches[0]), None, Some(&batches[2])]);
+        let found = forward_backward_runs(&together, &[two], &StepOptions::default()).unwrap();
+        assert!(found[1].grads.is_empty() && found[1].trained_tokens == 0);
+        for run in [0, 2] {
+            for (want, got) in alone[run].grads.iter().zip(&found[run].grads) {
+                assert!(off(&floats(want.clone()), &floats(got.clone())) <= limit);
+            }
+        }
+    }
+}
+
+/// NCCL on the one card that there is: every call once.
+#[test]
+fn a_sum_over_one_card_is_what_it_was() {
+    use embertune::ops::cuda::nccl::Communicator;
+    let Some(device) = card() else { return };
+    let id = match Communicator::unique_id() {
+        Ok(id) => id,
+        Err(error) => return eprintln!("skipped: {}", error.problem),
+    };
+    let gpu = embertune::ops::cuda::gpu_of(&device).map_err(|e| e.problem).unwrap();
+    let one = Communicator::new(gpu, &id, 0, 1).map_err(|e| e.problem).unwrap();
+    let values: Vec<f32> = (0..100_003).map(|n| (n as f32).sin()).collect();
+    let tensor = || Tensor::<1>::from_floats(values.as_slice(), &device);
+    let alive = || false;
+    assert_eq!(floats(one.sum(tensor(), &alive).unwrap()), values);
+    let spread = one.spread(vec![tensor(), tensor()], &[0, 0], &alive).unwrap();
+    assert!(spread.into_iter().all(|part| floats(part) == values));
+    let mut numbers = [1.5, -2.0, 1e300];
+    one.sum_f64(&mut numbers, &alive).unwrap();
+    assert_eq!(numbers, [1.5, -2.0, 1e300]);
+    let mut bytes: Vec<u8> = (0..200_000).map(|n| (n % 251) as u8).collect();
+    let before = bytes.clone();
+    one.broadcast(&mut bytes, &alive).unwrap();
+    assert!(bytes == before);
+}
