@@ -106,7 +106,7 @@ fn runs_in_one_batch_are_as_alone() {
             })
             .collect();
         let joined = Batch::joined(&batches.each_ref().map(Some));
-        let found = forward_backward_runs(&together, &[joined.clone()], &StepOptions::default()).unwrap();
+        let found = forward_backward_runs(&together, std::slice::from_ref(&joined), &StepOptions::default()).unwrap();
         let limit: f64 = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
         for (run, (want, got)) in alone.iter().zip(&found).enumerate() {
             assert_eq!(want.trained_tokens, got.trained_tokens);
