@@ -4,6 +4,7 @@ use burn::tensor::{DType, Device, Tensor};
 use embertune::config::{InitLoraWeights, TargetModules};
 use embertune::data::{Batch, Stream};
 use embertune::model::{Decoder, HfConfig, LoraSpec};
+use embertune::ops::{self, AdamW};
 use embertune::train::step::{GradSums, StepOptions, forward_backward, forward_backward_runs};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -106,7 +107,8 @@ fn runs_in_one_batch_are_as_alone() {
             })
             .collect();
         let joined = Batch::joined(&batches.each_ref().map(Some));
-        let found = forward_backward_runs(&together, std::slice::from_ref(&joined), &StepOptions::default()).unwrap();
+        let found =
+            forward_backward_runs(&together, std::slice::from_ref(&joined), &StepOptions::default()).unwrap();
         let limit: f64 = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
         for (run, (want, got)) in alone.iter().zip(&found).enumerate() {
             assert_eq!(want.trained_tokens, got.trained_tokens);
@@ -134,6 +136,27 @@ fn runs_in_one_batch_are_as_alone() {
                 assert!(off(&floats(want.clone()), &floats(got.clone())) <= limit);
             }
         }
+    }
+}
+
+/// More parameters than one piece of the driver's memory holds, each allocated by itself and held by somebody else.
+#[test]
+fn parameters_in_many_allocations_are_updated() {
+    let Some(device) = card() else { return };
+    const N: usize = 1 << 16;
+    let step =
+        AdamW { lr: 0.1, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, update: 1, grad_scale: 1.0 };
+    let tensor = |value: f32| Tensor::<1>::full([N], value, &device);
+    let tensors: Vec<[Tensor<1>; 4]> =
+        (0..3000).map(|n| [tensor(n as f32), tensor(0.0), tensor(0.0), tensor(1.0)]).collect();
+    let updated = ops::adamw_of(tensors.clone(), &vec![step; tensors.len()], None);
+    for (n, [value, _, _]) in updated.into_iter().enumerate().step_by(97) {
+        let (value, before) = (floats(value), floats(tensors[n][0].clone()));
+        assert!(before.iter().all(|&x| x == n as f32), "what somebody else holds is left alone");
+        assert!(
+            value.iter().all(|&x| (x - (n as f32 - 0.1)).abs() < 1e-3 + n as f32 * 1e-6),
+            "parameter {n}"
+        );
     }
 }
 

@@ -7,7 +7,7 @@ use cudarc::driver::sys as cu;
 
 use super::driver::{Side, must};
 use super::kernels::{Arg, Files, Grid, Module};
-use super::tensor::{address, dense, empty, gpu, is_card, pointer, upload};
+use super::tensor::{address, allocation, dense, empty, gpu, is_card, pointer, upload};
 use crate::ops::{AdamW, Clip};
 
 /// Elements of a piece: one block works on it.
@@ -151,6 +151,8 @@ struct Copy {
     from: u64,
     to: u64,
     bytes: usize,
+    /// Those that it reads and writes: a copy over the edge of one is refused, even where the next follows at once.
+    allocations: [usize; 2],
 }
 
 impl Copy {
@@ -173,12 +175,17 @@ fn own(mut tensors: Vec<CubeTensor>, copies: &mut Vec<Copy>) -> Vec<CubeTensor> 
         let old = std::mem::replace(&mut tensors[n], place);
         let (from, to) = (address(&old), address(&tensors[n]));
         let bytes = old.shape().num_elements() * 4;
+        let allocations = [allocation(&old), allocation(&tensors[n])];
         match copies.last_mut() {
-            Some(last) if follows(last, to) && last.from + (to - last.to) == from => {
+            Some(last)
+                if last.allocations == allocations
+                    && follows(last, to)
+                    && last.from + (to - last.to) == from =>
+            {
                 last.bytes = (to - last.to) as usize + bytes;
                 last.held.push(old);
             }
-            _ => copies.push(Copy { held: vec![old], from, to, bytes }),
+            _ => copies.push(Copy { held: vec![old], from, to, bytes, allocations }),
         }
     }
     tensors

@@ -71,12 +71,17 @@ pub fn pointer(x: &CubeTensor) -> u64 {
 /// Allocations' addresses by their ids, which CubeCL never uses again; an allocation isn't moved while it lives.
 static ADDRESSES: Mutex<Option<HashMap<usize, u64>>> = Mutex::new(None);
 /// More entries than that are mostly those of memory that is gone.
-const ADDRESSES_KEPT: usize = 1 << 14;
+const ADDRESSES_KEPT: usize = 1 << 17;
+
+/// The number of the allocation that the tensor lies in; CubeCL never uses one again.
+pub fn allocation(x: &CubeTensor) -> usize {
+    x.handle.memory.descriptor().id.value
+}
 
 /// As [`pointer()`], but CubeCL is asked once for each allocation only: launches that were made before may not have
 /// reached the card. An op asks for one [`pointer()`] besides.
 pub fn address(x: &CubeTensor) -> u64 {
-    let id = x.handle.memory.descriptor().id.value;
+    let id = allocation(x);
     let offset = x.handle.offset_start.unwrap_or(0);
     let mut known = ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
     let known = known.get_or_insert_default();
