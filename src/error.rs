@@ -162,6 +162,22 @@ fn in_one_style(hint: &str) -> String {
     }
 }
 
+/// What mends an I/O error, where the system's own words don't say it.
+fn io_hint(path: &Path, doing: &str, source: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind::{InvalidData, InvalidInput, Other, QuotaExceeded, StorageFull, UnexpectedEof};
+    let is_packed = path.extension().is_some_and(|ending| ending == "gz" || ending == "zst");
+    match source.kind() {
+        _ if doing == "write" && path == std::env::temp_dir() => {
+            "tokens lie there while the run lives: the environment variable `TMPDIR` names another folder"
+        }
+        StorageFull | QuotaExceeded => "make room on that disk, or name a folder on another one",
+        InvalidData | InvalidInput | UnexpectedEof | Other if doing == "read" && is_packed => {
+            "if a download was cut, fetch the file again; if it isn't packed, give it a name without that ending"
+        }
+        _ => "",
+    }
+}
+
 impl Error {
     /// An I/O error at `path` while `doing` ("read", "write", …).
     pub fn io(path: impl AsRef<Path>, doing: &'static str, source: std::io::Error) -> Self {
@@ -237,8 +253,9 @@ impl Error {
             | Error::Train { hint, .. }
             | Error::Rank { hint, .. }
             | Error::Interrupted { hint, .. } => hint.clone(),
+            Error::Io { path, doing, source } => io_hint(path, doing, source).into(),
             // Each problem carries its own hint.
-            Error::Config(_) | Error::Io { .. } => String::new(),
+            Error::Config(_) => String::new(),
         };
         (!hint.is_empty()).then(|| in_one_style(&hint))
     }
@@ -264,5 +281,16 @@ mod tests {
         assert_eq!(told("HF_HOME names it..."), Some("HF_HOME names it...".into()));
         assert_eq!(told("`--row 3`, for example"), Some("`--row 3`, for example".into()));
         assert_eq!(told(""), None);
+    }
+
+    #[test]
+    fn what_the_system_says_comes_with_a_hint_where_it_needs_one() {
+        let hint = |path: &Path, doing, kind: std::io::ErrorKind| Error::io(path, doing, kind.into()).hint();
+        let has =
+            |hint: Option<String>, part| assert!(hint.as_ref().is_some_and(|h| h.contains(part)), "{hint:?}");
+        has(hint(Path::new("x.jsonl.gz"), "read", std::io::ErrorKind::UnexpectedEof), "fetch the file again");
+        has(hint(&std::env::temp_dir(), "write", std::io::ErrorKind::StorageFull), "`TMPDIR`");
+        has(hint(Path::new("/data"), "write", std::io::ErrorKind::StorageFull), "make room");
+        assert_eq!(hint(Path::new("x.jsonl"), "read", std::io::ErrorKind::PermissionDenied), None);
     }
 }

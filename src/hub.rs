@@ -6,8 +6,8 @@
 //! `HF_HUB_CACHE` or `HF_HOME` put it) is downloaded. Where it can't be asked, or with `HF_HUB_OFFLINE`, the cache
 //! serves. `HF_ENDPOINT` and `HF_TOKEN` are respected.
 
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use crate::assets;
 use crate::config::nearest_sibling;
@@ -293,13 +293,23 @@ fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
         Some((why, hint)) => {
             (format!("no such file or folder, and it could not be had from the hub: {why}"), hint)
         }
-        None => ("no such file or folder (and a hub name is `owner/name`)".to_string(), String::new()),
+        None => (missing(Path::new(name)), String::new()),
     };
     if let Some(near) = nearest_sibling(Path::new(name)) {
         hint = format!("Did you mean `{}`?", near.display()) + if hint.is_empty() { "" } else { " " } + &hint;
     }
     let message = format!("`{key}`: {name} not found: {tried}");
     Error::Hub { message, hint }
+}
+
+/// Why nothing can be read at `path`.
+fn missing(path: &Path) -> String {
+    match (path.metadata(), path.is_symlink()) {
+        (Ok(_), _) => "it is neither a file nor a folder".into(),
+        (Err(error), true) => format!("it is a link that can't be followed: {error}"),
+        (Err(error), false) if error.kind() == io::ErrorKind::PermissionDenied => error.to_string(),
+        (Err(_), false) => "no such file or folder (and a hub name is `owner/name`)".into(),
+    }
 }
 
 /// The folder of something compiled in, written to the cache of this program the first time.

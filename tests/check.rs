@@ -83,6 +83,48 @@ fn warnings_are_the_same() {
 }
 
 #[test]
+fn what_the_template_leaves_out_is_said_by_all_three() {
+    let dir = RunDir::new();
+    let call = r#"{"from": "function_call", "value": "{\"name\": \"a\", \"arguments\": {}}"}"#;
+    let row = format!(r#"{{"conversations": [{{"from": "human", "value": "a"}}, {call}]}}"#);
+    std::fs::write(dir.path("calls.jsonl"), format!("{row}\n")).unwrap();
+    let words = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+    let args = ["--data.name", "calls.jsonl", "--tokenizer.chat-template", words];
+    for ran in both(&dir, &args) {
+        ran.succeeds()
+            .says(&["1 of 1 rows holds tool calls that the chat template doesn't print", "calls.jsonl:1"]);
+    }
+    let preview = dir.run(&[&["preview", "@", "run.toml"], &args[..]].concat()).succeeds();
+    preview.says(&["it holds tool calls that the chat template doesn't print"]);
+}
+
+#[test]
+fn faults_of_held_out_data_name_its_own_keys() {
+    let dir = RunDir::new();
+    let named = |name: &'static str| ["--val.data.seq-len", "64", "--val.data.name", name];
+    both_refuse(&dir, &named("nowhere.jsonl"), &["`val.data.name`", "nowhere.jsonl not found"]);
+    std::fs::write(dir.path("held.jsonl"), "{\"question\": 1}\n").unwrap();
+    both_refuse(&dir, &named("held.jsonl"), &["held.jsonl:1", "`[val.data.columns]`"]);
+}
+
+#[test]
+fn a_second_beginning_is_said_by_both() {
+    let dir = RunDir::new();
+    let ok = common::goldens::root().join("bad/_ok/model");
+    std::fs::create_dir(dir.path("tokenizer")).unwrap();
+    std::fs::copy(ok.join("tokenizer.json"), dir.path("tokenizer/tokenizer.json")).unwrap();
+    let template = "{{ bos_token }}{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\
+                    {{ m.content }}<|im_end|>\n{% endfor %}";
+    let settings = serde_json::json!({
+        "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "chat_template": template,
+    });
+    std::fs::write(dir.path("tokenizer/tokenizer_config.json"), settings.to_string()).unwrap();
+    for ran in both(&dir, &["--tokenizer.name", "tokenizer"]) {
+        ran.succeeds().says(&["begin with two `bos_token`s"]);
+    }
+}
+
+#[test]
 fn epochs_count_the_rows_that_steps_take() {
     let dir = RunDir::new();
     let counted = |args: &[&str]| {

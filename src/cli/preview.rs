@@ -77,7 +77,7 @@ fn usage(message: &str, hint: &str) -> Error {
 
 /// A line about the row and one about what marks what.
 fn about(shown: &Preview, seq_len: usize, style: Style) -> String {
-    let Preview { row, sample } = shown;
+    let Preview { row, sample, unprinted } = shown;
     let mut text = format!(
         "{} ({}): {} tokens, {} trained ({})",
         row.place,
@@ -88,6 +88,10 @@ fn about(shown: &Preview, seq_len: usize, style: Style) -> String {
     );
     if sample.ids.len() > seq_len {
         text += &format!("\nlonger than `data.seq_len` = {seq_len}: see `data.long_documents`");
+    }
+    if let Some(what) = unprinted {
+        text +=
+            &format!("\nit holds {} that the chat template doesn't print: {}", what.as_str(), what.hint());
     }
     text
 }

@@ -137,7 +137,8 @@ impl Loader {
 
 /// The entry of the folder of `path` that is spelled most like it; nothing where `path` is there.
 pub(crate) fn nearest_sibling(path: &Path) -> Option<PathBuf> {
-    if path.exists() {
+    // A link that leads nowhere is called what it should be.
+    if path.symlink_metadata().is_ok() {
         return None;
     }
     let wanted = path.file_name()?.to_string_lossy();

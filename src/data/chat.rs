@@ -17,6 +17,9 @@ use super::{jinja, trace};
 use crate::config::{LossMaskConfig, Thinking};
 
 mod thoughts;
+mod unprinted;
+
+pub use unprinted::Unprinted;
 
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +38,7 @@ pub(super) struct ChatTemplate {
     special_tokens: Vec<String>,
     has_generation: bool,
     turn: Result<Turn, Fault>,
+    prints: unprinted::Prints,
     thinking: Thinking,
 }
 
@@ -64,10 +68,12 @@ impl ChatTemplate {
         });
         env.add_template_owned(PLAIN, traced.plain).map_err(|e| fault(&e))?;
         env.add_template_owned(MARKED, traced.marked).map_err(|e| fault(&e))?;
+        let prints = unprinted::Prints { tools: true, calls: true };
         let (turn, thinking) = (Err(Fault::new("", "")), Thinking::Template);
-        let mut template =
-            Self { env, variables, special_tokens, has_generation: traced.has_generation, turn, thinking };
+        let has_generation = traced.has_generation;
+        let mut template = Self { env, variables, special_tokens, has_generation, turn, prints, thinking };
         template.turn = template.learn_turn();
+        template.prints = template.learn_prints();
         Ok(template)
     }
 
@@ -78,6 +84,11 @@ impl ChatTemplate {
 
     /// The text of a conversation and its trained parts.
     pub fn render(&self, conversation: &Conversation, trained: &LossMaskConfig) -> Result<Rendered, Fault> {
+        if conversation.messages.is_empty() {
+            // Nothing to train, whether the template can do without a message or not.
+            let text = self.run(PLAIN, &messages_value(&[]), conversation, None).unwrap_or_default();
+            return Ok(Rendered { text, spans: Vec::new() });
+        }
         match self.thinking {
             Thinking::Template => self.render_as_is(conversation, trained),
             Thinking::Keep => self.render_keeping(conversation, trained),

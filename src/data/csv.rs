@@ -26,7 +26,10 @@ pub(super) fn rows(path: &Path, reader: Reader) -> Rows {
             };
             match (fields, &header) {
                 (Err(fault), _) => return Some(Err(fault.at(&place))),
-                (Ok(names), None) => header = Some(names),
+                (Ok(names), None) => match twice(&names) {
+                    Some(fault) => return Some(Err(fault.at(&place))),
+                    None => header = Some(names),
+                },
                 (Ok(fields), Some(names)) => {
                     let columns = object(names, fields).map_err(|fault| fault.at(&place));
                     return Some(columns.map(|columns| Unread::columns(place, columns, false)));
@@ -92,6 +95,13 @@ fn texts(record: Vec<&[u8]>) -> Result<Vec<String>, Fault> {
     record.into_iter().map(text).collect()
 }
 
+/// Two columns of one name: the second would hide the first.
+fn twice(names: &[String]) -> Option<Fault> {
+    let (_, name) =
+        names.iter().enumerate().find(|(i, name)| !name.is_empty() && names[..*i].contains(name))?;
+    Some(Fault::new(format!("the header has `{name}` twice"), "Give each column a name of its own."))
+}
+
 fn object(names: &[String], fields: Vec<String>) -> Result<Map<String, Value>, Fault> {
     if fields.len() != names.len() {
         return Err(Fault::new(
@@ -135,5 +145,6 @@ mod tests {
         let got = rows(b"a,b\n1,2\n3\n\xff,4\n");
         assert_eq!(got[1], Err(":3: 1 values, but the header has 2".into()));
         assert_eq!(got[2], Err(":4: not UTF-8".into()));
+        assert_eq!(rows(b"a,b,a\n1,2,3\n")[0], Err(":1: the header has `a` twice".into()));
     }
 }

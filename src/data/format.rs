@@ -40,8 +40,9 @@ pub(super) fn normalise(raw: RawRow, data: &SftDataConfig) -> Result<Row, Error>
     if padded_with_nulls {
         columns.values_mut().for_each(drop_nulls);
     }
+    let null = columns.iter().filter(|(_, value)| value.is_null()).map(|(name, _)| name.clone()).collect();
     columns.retain(|_, value| !value.is_null());
-    let mut columns = Columns { columns, names: &data.columns };
+    let mut columns = Columns { columns, null, names: &data.columns };
     let read = columns.format(data.format).and_then(|format| Ok((format, columns.body(format)?)));
     match read {
         Ok((format, body)) => Ok(Row { place, format, body }),
@@ -52,6 +53,8 @@ pub(super) fn normalise(raw: RawRow, data: &SftDataConfig) -> Result<Row, Error>
 /// A row's columns by the names that the configuration gives them.
 struct Columns<'a> {
     columns: Map<String, Value>,
+    /// Those that are there and hold nothing.
+    null: Vec<String>,
     names: &'a ColumnsConfig,
 }
 
@@ -85,6 +88,9 @@ impl Columns<'_> {
             1 => format!("column {}", names(&self.columns)),
             _ => format!("columns {}", names(&self.columns)),
         };
+        let needed =
+            |name: &&String| candidates.iter().any(|format| self.needed(*format).contains(&name.as_str()));
+        let null = self.null.iter().find(needed).map_or(String::new(), |name| format!(" (`{name}` is null)"));
         let quoted = |format: &DataFormat| {
             self.needed(*format).iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and ")
         };
@@ -94,8 +100,13 @@ impl Columns<'_> {
             _ => String::new(),
         };
         Fault::new(
-            format!("found {found}; wanted {wanted}{because}"),
-            "Say which is which in `[data.columns]` (for example `prompt = \"question\"`), or rename the columns.",
+            format!("found {found}{null}; wanted {wanted}{because}"),
+            match null.is_empty() {
+                true => {
+                    "Say which is which in `[data.columns]` (for example `prompt = \"question\"`), or rename the columns."
+                }
+                false => "Leave the row out, or give it a value.",
+            },
         )
     }
 

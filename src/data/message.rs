@@ -68,10 +68,16 @@ pub(super) fn simple_message(role: &str, content: String) -> Map<String, Value> 
     message
 }
 
+/// A message; what has `from` and no `role` is a turn of ShareGPT's.
 fn message(place: &str, value: Value) -> Result<Map<String, Value>, Fault> {
     let Value::Object(mut message) = value else {
         return Err(wrong_type(place, &value, "an object with `role` and `content`"));
     };
+    let has = |name| message.get(name).is_some_and(|value| !value.is_null());
+    if has("from") && !has("role") {
+        return share_gpt_turn(place, message);
+    }
+    no_other_name(place, &message, "content")?;
     message.retain(|_, value| !value.is_null());
     match message.get("role") {
         Some(Value::String(role)) if ["system", "user", "assistant", "tool"].contains(&role.as_str()) => {}
@@ -93,7 +99,28 @@ fn message(place: &str, value: Value) -> Result<Map<String, Value>, Fault> {
     if let Some(calls) = message.get_mut("tool_calls") {
         *calls = Value::Array(tool_calls(&format!("{place}.tool_calls"), calls.take())?);
     }
-    Ok(message)
+    match message.get("train") {
+        None | Some(Value::Bool(_)) => Ok(message),
+        // `"false"` and 0 would leave nothing out.
+        Some(other) => Err(wrong_type(&format!("{place}.train"), other, "`true` or `false`")),
+    }
+}
+
+/// A turn without words is an empty one, unless they seem to stand under another name.
+fn no_other_name(place: &str, message: &Map<String, Value>, wanted: &str) -> Result<(), Fault> {
+    if message.contains_key(wanted) {
+        return Ok(());
+    }
+    let seems = |name: &str| {
+        ["content", "value", "text", "message"].contains(&name) || strsim::osa_distance(name, wanted) <= 2
+    };
+    match message.iter().find(|(name, value)| seems(name) && !value.is_null()) {
+        None => Ok(()),
+        Some((name, _)) => Err(Fault::new(
+            format!("`{place}` has no `{wanted}` (it has {})", names(message)),
+            format!("Rename `{name}` to `{wanted}` in the file; null is an empty turn."),
+        )),
+    }
 }
 
 /// Content as one string: null and missing are empty, text parts are joined with nothing between.
@@ -159,26 +186,36 @@ fn tool_calls(place: &str, value: Value) -> Result<Vec<Value>, Fault> {
 
 /// ShareGPT's `from`/`value`; lists that hold ordinary messages are taken as such.
 pub(super) fn share_gpt(column: &str, value: Value) -> Result<Vec<Map<String, Value>>, Fault> {
-    let turns = list(column, value)?;
     let turn = |(i, value): (usize, Value)| {
         let place = format!("{column}[{i}]");
-        let Value::Object(mut turn) = value else {
-            return Err(wrong_type(&place, &value, "an object with `from` and `value`"));
-        };
-        match turn.get("from").filter(|from| !from.is_null()) {
-            None => message(&place, Value::Object(turn)),
-            Some(Value::String(from)) => {
-                let role = share_gpt_role(&place, from)?;
-                let text = text_of(&format!("{place}.value"), turn.shift_remove("value"))?;
-                match role {
-                    "function_call" => function_call(&place, &text),
-                    role => Ok(simple_message(role, text)),
-                }
+        match value {
+            Value::Object(turn) if turn.get("from").is_some_and(|from| !from.is_null()) => {
+                share_gpt_turn(&place, turn)
             }
-            Some(other) => Err(wrong_type(&format!("{place}.from"), other, "a string")),
+            Value::Object(_) => message(&place, value),
+            other => Err(wrong_type(&place, &other, "an object with `from` and `value`")),
         }
     };
-    turns.into_iter().enumerate().map(turn).collect()
+    list(column, value)?.into_iter().enumerate().map(turn).collect()
+}
+
+/// `from` and `value` become `role` and `content`; what stands beside them (`train`, a thought) means what it does in
+/// other messages.
+fn share_gpt_turn(place: &str, mut turn: Map<String, Value>) -> Result<Map<String, Value>, Fault> {
+    let role = match turn.shift_remove("from") {
+        Some(Value::String(from)) => share_gpt_role(place, &from)?,
+        other => return Err(wrong_type(&format!("{place}.from"), &other.unwrap_or_default(), "a string")),
+    };
+    no_other_name(place, &turn, "value")?;
+    let text = text_of(&format!("{place}.value"), turn.shift_remove("value"))?;
+    let mut said = match role {
+        "function_call" => function_call(place, &text)?,
+        role => simple_message(role, text),
+    };
+    for (name, value) in turn {
+        said.entry(name).or_insert(value);
+    }
+    message(place, Value::Object(said))
 }
 
 fn share_gpt_role(place: &str, from: &str) -> Result<&'static str, Fault> {

@@ -43,7 +43,7 @@ mod store;
 mod tokenize;
 mod trace;
 
-pub use chat::Rendered;
+pub use chat::{Rendered, Unprinted};
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
 pub use report::{Counted, DataReport, DropReason};
 pub use row::{Body, Conversation, Place, Row, read_rows};

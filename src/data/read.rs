@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Sample;
+use super::Unprinted;
 use super::cache::{self, Origin, Progress};
 use super::format::normalise;
 use super::interleave::interleave;
@@ -78,6 +79,7 @@ struct Made {
     place: Place,
     format: DataFormat,
     sample: Sample,
+    unprinted: Option<Unprinted>,
 }
 
 /// What some rows became, and the columns that they have.
@@ -147,7 +149,7 @@ impl<'a> Reading<'a> {
 
     /// Cuts a sample and keeps it if something of it is trained.
     fn keep(&mut self, row: Made) -> Result<()> {
-        let Made { place, format, mut sample } = row;
+        let Made { place, format, mut sample, unprinted } = row;
         let vocab_size = self.origin.vocab_size;
         self.report.rows += 1;
         *self.report.formats.entry(format).or_default() += 1;
@@ -167,6 +169,12 @@ impl<'a> Reading<'a> {
         let has_end = !long || self.origin.data.long_documents == LongDocuments::Tail;
         if has_end && !self.stops(&sample) {
             Counted::add(&mut self.report.without_stop, &place);
+        }
+        if self.origin.tokenizer.begins_twice(&sample.ids) {
+            Counted::add(&mut self.report.begun_twice, &place);
+        }
+        if let Some(what) = unprinted {
+            Counted::among(&mut self.report.unprinted, what, &place);
         }
         self.report.tokens += sample.ids.len();
         self.report.trained += sample.trained();
@@ -203,9 +211,7 @@ impl<'a> Reading<'a> {
     }
 
     fn drop(&mut self, reason: DropReason, place: &Place) {
-        let mut counted = self.report.dropped.remove(&reason);
-        Counted::add(&mut counted, place);
-        self.report.dropped.extend(counted.map(|counted| (reason, counted)));
+        Counted::among(&mut self.report.dropped, reason, place);
     }
 
     /// Whether the last trained token can stop a generation.
@@ -242,8 +248,8 @@ fn encode(origin: &Origin, named: &[String], rows: Vec<Result<Unread>>) -> Chunk
             }
         }
         let row = normalise(raw, origin.data)?;
-        let sample = origin.tokenizer.encode(&row, &origin.data.loss_mask)?;
-        Ok(Made { place: row.place, format: row.format, sample })
+        let (sample, unprinted) = origin.tokenizer.encode_telling(&row, &origin.data.loss_mask)?;
+        Ok(Made { place: row.place, format: row.format, sample, unprinted })
     };
     Chunk { made: rows.into_iter().map(&mut made).collect(), columns }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::Unprinted;
 use super::row::Place;
 use crate::config::DataFormat;
 
@@ -35,6 +36,11 @@ impl Counted {
             None => *counted = Some(Counted { rows: 1, first: place.clone() }),
         }
     }
+
+    /// Counts a row among those with the same `key`.
+    pub(super) fn among<K: Ord>(all: &mut BTreeMap<K, Counted>, key: K, place: &Place) {
+        all.entry(key).or_insert_with(|| Counted { rows: 0, first: place.clone() }).rows += 1;
+    }
 }
 
 /// What was read and what became of it: the numbers that `check` prints.
@@ -53,6 +59,10 @@ pub struct DataReport {
     pub truncated: Option<Counted>,
     /// Rows whose last trained turn doesn't end in a token that stops generation.
     pub without_stop: Option<Counted>,
+    /// Rows that begin with two `bos_token`s.
+    pub begun_twice: Option<Counted>,
+    /// Trained rows of which the chat template doesn't print something.
+    pub unprinted: BTreeMap<Unprinted, Counted>,
     /// The length that documents are cut to.
     pub seq_len: usize,
     /// `long_documents`: which end of them is kept.
@@ -164,8 +174,21 @@ impl DataReport {
                 counted,
                 "ends",
                 "end",
-                "in no stop token that is trained: a model trained on them may not know when to stop",
+                "in no stop token that is trained: a model trained on them may not know when to stop; \
+                 the chat template should print it inside the assistant's turn",
             );
+        }
+        if let Some(counted) = &self.begun_twice {
+            warn(
+                counted,
+                "begins",
+                "begin",
+                "with two `bos_token`s: take one out of the chat template or the data",
+            );
+        }
+        for (what, counted) in &self.unprinted {
+            let what = format!("{} that the chat template doesn't print: {}", what.as_str(), what.hint());
+            warn(counted, "holds", "hold", &what);
         }
         warnings.extend(self.cache.clone());
         warnings

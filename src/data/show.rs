@@ -2,7 +2,7 @@
 
 use super::read::subsets_and_splits;
 use super::row::{Row, read_rows};
-use super::{ChatTokenizer, Sample};
+use super::{ChatTokenizer, Sample, Unprinted};
 use crate::config::SftDataConfig;
 use crate::error::{Error, Result};
 use crate::hub;
@@ -14,6 +14,8 @@ pub struct Preview {
     pub row: Row,
     /// Its tokens.
     pub sample: Sample,
+    /// What of it the chat template leaves out.
+    pub unprinted: Option<Unprinted>,
 }
 
 /// Row `number`, counted from 1 through all the files that `data` names.
@@ -28,8 +30,8 @@ pub fn preview(data: &SftDataConfig, tokenizer: &ChatTokenizer, number: usize) -
                 rows += 1;
                 if rows == number {
                     let row = row?;
-                    let sample = tokenizer.encode(&row, &data.loss_mask)?;
-                    return Ok(Preview { row, sample });
+                    let (sample, unprinted) = tokenizer.encode_telling(&row, &data.loss_mask)?;
+                    return Ok(Preview { row, sample, unprinted });
                 }
             }
         }

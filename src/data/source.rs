@@ -83,18 +83,30 @@ fn weight(value: &Value) -> usize {
         }
 }
 
+/// How to mend bytes that aren't UTF-8, by how they begin.
+fn not_text(bytes: &[u8]) -> &'static str {
+    match bytes {
+        [0x1f, 0x8b, ..] => "The file is packed by gzip: give it a name that ends in `.gz`.",
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => "The file is packed by zstd: give it a name that ends in `.zst`.",
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
+            "Convert the file, for example with `iconv -f utf-16 -t utf-8`."
+        }
+        _ => "Convert the file, for example with `iconv -f latin1 -t utf-8`.",
+    }
+}
+
 fn parse(json: &[u8], is_line: bool) -> Result<Map<String, Value>, Fault> {
     let text = std::str::from_utf8(json).map_err(|error| {
         let of = if is_line { "line" } else { "row" };
-        Fault::new(
-            format!("not UTF-8 at byte {} of the {of}", error.valid_up_to() + 1),
-            "Convert the file, for example with `iconv -f latin1 -t utf-8`.",
-        )
+        Fault::new(format!("not UTF-8 at byte {} of the {of}", error.valid_up_to() + 1), not_text(json))
     })?;
     object(serde_json::from_str(text).map_err(|error| match is_line {
         true => Fault::new(
             format!("not valid JSON: {}", without_line(&error)),
-            "Each line must hold one whole JSON object.",
+            match json {
+                b"[" => "Each line must hold one whole JSON object; a list over several lines belongs into a `.json` file.",
+                _ => "Each line must hold one whole JSON object.",
+            },
         ),
         false => Fault::new(format!("not valid JSON: {error} of the row"), ""),
     })?)

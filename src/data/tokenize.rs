@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::Sample;
 use super::bytes::ByteLevel;
-use super::chat::{ChatTemplate, Rendered};
+use super::chat::{ChatTemplate, Rendered, Unprinted};
 use super::jinja;
 use super::row::{Body, Conversation, Fault, Row};
 use crate::config::{LossMaskConfig, TokenizerConfig};
@@ -29,7 +29,8 @@ pub struct ChatTokenizer {
     eos: Option<(String, u32)>,
     /// What the tokenizer itself puts before plain text.
     bos: Option<u32>,
-    pad: Option<u32>,
+    /// `bos_token`, whoever prints it.
+    bos_token: Option<u32>,
     template: Option<ChatTemplate>,
     /// For conversations with tools, where the model has a template of its own for them.
     tool_template: Option<ChatTemplate>,
@@ -80,7 +81,7 @@ impl ChatTokenizer {
             Some((text.to_string(), tokenizer.token_to_id(text)?))
         };
         let eos = id_of("eos_token").or_else(|| model_eos(&dir, &tokenizer));
-        let pad = id_of("pad_token").map(|(_, id)| id);
+        let bos_token = id_of("bos_token").map(|(_, id)| id);
         let vocab_size = tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
         let mut special: Vec<(u32, String)> = tokenizer
             .get_added_tokens_decoder()
@@ -116,7 +117,7 @@ impl ChatTokenizer {
             special_ids,
             eos,
             bos,
-            pad,
+            bos_token,
             template,
             tool_template,
             own_template,
@@ -135,9 +136,9 @@ impl ChatTokenizer {
         self.eos.as_ref().map(|(_, id)| *id)
     }
 
-    /// The token that fills batches in other programs; here nothing depends on it.
-    pub fn pad_id(&self) -> Option<u32> {
-        self.pad
+    /// Whether a document begins with two tokens that say that it begins.
+    pub(super) fn begins_twice(&self, ids: &[u32]) -> bool {
+        matches!((self.bos_token, ids), (Some(bos), &[first, second, ..]) if first == bos && second == bos)
     }
 
     /// What its tokens depend on, beside the rows.
@@ -183,14 +184,17 @@ impl ChatTokenizer {
     }
 
     fn render_chat(&self, conversation: &Conversation, trained: &LossMaskConfig) -> Result<Rendered, Fault> {
+        self.template_for(conversation)?.render(conversation, trained)
+    }
+
+    fn template_for(&self, conversation: &Conversation) -> Result<&ChatTemplate, Fault> {
         let for_tools = self.tool_template.as_ref().filter(|_| conversation.tools.is_some());
-        let template = for_tools.or(self.template.as_ref()).ok_or_else(|| {
+        for_tools.or(self.template.as_ref()).ok_or_else(|| {
             Fault::new(
                 format!("{} has no chat template, and this row needs one", self.dir.display()),
                 "Name a template in `[tokenizer] chat_template`, or train on a `text` column.",
             )
-        })?;
-        template.render(conversation, trained)
+        })
     }
 
     /// The ids and mask of a row; `mask[i]` says whether token i is trained.
@@ -201,16 +205,36 @@ impl ChatTokenizer {
     /// # Errors
     /// Names the row's place.
     pub fn encode(&self, row: &Row, trained: &LossMaskConfig) -> Result<Sample> {
-        self.encode_body(&row.body, trained).map_err(|fault| fault.at(&row.place))
+        self.encode_telling(row, trained).map(|(sample, _)| sample)
     }
 
-    fn encode_body(&self, body: &Body, trained: &LossMaskConfig) -> Result<Sample, Fault> {
+    /// The same, and what of the row the chat template left out.
+    pub(super) fn encode_telling(
+        &self,
+        row: &Row,
+        trained: &LossMaskConfig,
+    ) -> Result<(Sample, Option<Unprinted>)> {
+        let encoded = match &row.body {
+            Body::Chat(conversation) => self.encode_chat(conversation, trained),
+            body => self.encode_other(body).map(|sample| (sample, None)),
+        };
+        encoded.map_err(|fault| fault.at(&row.place))
+    }
+
+    fn encode_chat(
+        &self,
+        conversation: &Conversation,
+        trained: &LossMaskConfig,
+    ) -> Result<(Sample, Option<Unprinted>), Fault> {
+        let template = self.template_for(conversation)?;
+        let Rendered { text, spans } = template.render(conversation, trained)?;
+        let (ids, offsets) = self.tokenise(&text)?;
+        Ok((Sample { mask: mask(&offsets, &spans), ids }, template.unprinted(conversation, &text)))
+    }
+
+    fn encode_other(&self, body: &Body) -> Result<Sample, Fault> {
         match body {
-            Body::Chat(conversation) => {
-                let Rendered { text, spans } = self.render_chat(conversation, trained)?;
-                let (ids, offsets) = self.tokenise(&text)?;
-                Ok(Sample { mask: mask(&offsets, &spans), ids })
-            }
+            Body::Chat(_) => unreachable!("`encode_chat` takes these"),
             Body::Text(text) => self.encode_plain("", text),
             Body::Continuation { prompt, completion } => self.encode_plain(prompt, completion),
             Body::Tokens { input_ids, labels } => self.take_tokens(input_ids, labels),

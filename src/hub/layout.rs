@@ -106,6 +106,11 @@ pub(super) fn data_files(paths: &[String], subset: Option<&str>, split: &str) ->
         return Err(format!("no split `{split}`; there {}", are(&there)));
     }
     let files = of_one_ending(&of_split);
+    if let Some(other) = no_other_form(&of_split, &files) {
+        tracing::warn!(
+            "`{other}` is left out, as most files here end otherwise; `data.name` may be a pattern (`data/*.jsonl`)"
+        );
+    }
     match missing_shard(&files) {
         Some(missing) => Err(format!("`{missing}` is missing")),
         None => Ok(files),
@@ -192,6 +197,13 @@ fn of_one_ending(files: &[&String]) -> Vec<String> {
     files.iter().filter(|f| data_ending(f) == Some(*ending)).map(|f| f.to_string()).collect()
 }
 
+/// A file that is left out and isn't another form of one that is read.
+fn no_other_form<'a>(files: &[&'a String], read: &[String]) -> Option<&'a str> {
+    let is_read =
+        |file: &str| read.iter().any(|other| stem(other) == stem(file) && folders(other).eq(folders(file)));
+    files.iter().map(|file| file.as_str()).find(|file| !is_read(file))
+}
+
 /// The name of a shard that should be there and isn't.
 pub(super) fn missing_shard(files: &[String]) -> Option<String> {
     for file in files {
@@ -259,6 +271,13 @@ mod tests {
     #[test]
     fn one_form_of_the_same_data_is_read() {
         assert_eq!(choose(&["train.jsonl", "train.parquet"], None, "train").unwrap(), ["train.parquet"]);
+        let left_out = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+            let files: Vec<&String> = names.iter().collect();
+            no_other_form(&files, &of_one_ending(&files)).map(str::to_string)
+        };
+        assert_eq!(left_out(&["a.csv", "b.csv", "b.jsonl"]), None);
+        assert_eq!(left_out(&["a.csv", "b.csv", "c.jsonl"]), Some("c.jsonl".into()));
         let packed = ["data/train-00000-of-00002.jsonl.gz", "data/train-00001-of-00002.jsonl.gz"];
         assert_eq!(choose(&packed, None, "train").unwrap(), packed);
         assert_eq!(choose(&["test.csv.zst", "x.zst"], None, "test").unwrap(), ["test.csv.zst"]);

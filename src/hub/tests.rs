@@ -153,6 +153,15 @@ fn a_misspelled_path_is_not_sought_on_the_hub() {
     );
     let error = text(dataset_files(&path("trian.jsonl"), None, "train").unwrap_err());
     assert!(error.contains("trian.jsonl not found") && error.contains("train.jsonl"), "{error}");
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("nowhere.jsonl", dir.path().join("link.jsonl")).unwrap();
+        let error = text(dataset_files(&path("link.jsonl"), None, "train").unwrap_err());
+        assert!(
+            error.contains("a link that can't be followed") && !error.contains("did you mean"),
+            "{error}"
+        );
+    }
     // Relative ones neither, by their shape.
     for name in ["modle", "trian.jsonl", "./a/b", "../a", "data/x.jsonl", "a/b/c", "~/x", "a b/c"] {
         assert_eq!(Repo::parse(Kind::Model, name), None, "{name}");

@@ -89,7 +89,8 @@ pub(super) fn data(
     };
     let val = match (&config.val, &tokenizer) {
         (Some(val), Some(tokenizer)) => {
-            Some(validation_batches(&val.data, tokenizer.clone(), vocab_size, longest, &mut progress)?)
+            let read = validation_batches(&val.data, tokenizer.clone(), vocab_size, longest, &mut progress);
+            Some(read.map_err(of_held_out_data)?)
         }
         _ => None,
     };
@@ -98,6 +99,18 @@ pub(super) fn data(
     warnings.extend(held_out.map(|warning| format!("held-out data: {warning}")));
     warnings.into_iter().for_each(|w| report.event(&Event::Warning(w)));
     Ok(Data { tokenizer, loader: loader.shared(ranks.rank(), ranks.count()), val })
+}
+
+/// What is wrong with data, by the keys of `[val.data]`.
+fn of_held_out_data(error: Error) -> Error {
+    let renamed = |text: String| text.replace("`data.", "`val.data.").replace("`[data", "`[val.data");
+    match error {
+        Error::Hub { message, hint } => Error::Hub { message: renamed(message), hint: renamed(hint) },
+        Error::Data { path, row, message, hint } => {
+            Error::Data { path, row, message: renamed(message), hint: renamed(hint) }
+        }
+        other => other,
+    }
 }
 
 /// Ranks that train different things would not notice by themselves.

@@ -127,6 +127,13 @@ fn templates_that_fail_say_why() {
 }
 
 #[test]
+fn a_conversation_of_no_messages_has_nothing_to_train() {
+    let strict =
+        template("{{ messages[0].role.upper() }}{% for m in messages %}{{ m.content }}</s>{% endfor %}");
+    assert_eq!(trained(&strict, json!({"messages": []})), Ok(vec![]));
+}
+
+#[test]
 fn line_ends_of_the_template_are_newlines() {
     let source = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<|eot|>{{ '\n' }}{% endfor %}\n";
     let columns =

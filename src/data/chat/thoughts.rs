@@ -50,7 +50,7 @@ fn content(message: &Message) -> &str {
 }
 
 /// An assistant's thought and its words. In the content, a thought is what stands before `</think>`.
-fn split(message: &Message) -> Option<(String, String)> {
+pub(super) fn split(message: &Message) -> Option<(String, String)> {
     if message.get("role").is_none_or(|role| role != "assistant") {
         return None;
     }

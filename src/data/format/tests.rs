@@ -32,7 +32,7 @@ fn faults_name_the_place_what_was_found_and_what_is_wanted() {
             json!({"question": "q", "answer": "a"}),
             "found columns `question`, `answer`; wanted `messages`, or `prompt`",
         ),
-        (json!({"prompt": "q", "completion": null}), "found column `prompt`"),
+        (json!({"prompt": "q", "completion": null}), "found column `prompt` (`completion` is null); wanted"),
         (json!({}), "found no columns"),
         (json!({"messages": 3}), "`messages` is the number 3; wanted a list or a JSON string"),
         (json!({"messages": "x"}), "`messages` is a string that is not JSON"),
@@ -94,14 +94,55 @@ fn share_gpt_becomes_messages() {
         {"from": "human", "value": "u"},
         {"from": "function_call", "value": "{\"name\": \"now\", \"arguments\": {\"b\": 1, \"a\": 2}}"},
         {"from": "observation", "value": "9:00"},
-        {"from": "gpt", "value": null},
+        {"from": "gpt", "value": null, "train": false, "reasoning_content": "t", "role": "tool"},
         {"role": "user", "content": "as messages"}], "tools": "[]"}));
     let calls = json!([{"type": "function", "function": {"name": "now", "arguments": {"b": 1, "a": 2}}}]);
     let want = json!([
         {"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "content": "9:00"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "as messages"}]);
+        {"role": "tool", "content": "9:00"},
+        {"role": "assistant", "content": "", "train": false, "reasoning_content": "t"},
+        {"role": "user", "content": "as messages"}]);
     assert_eq!(Value::Array(got.messages.into_iter().map(Value::Object).collect()), want);
     assert_eq!(got.tools, Some(json!([])));
+}
+
+#[test]
+fn share_gpt_turns_may_stand_in_messages_too() {
+    let turns = json!([{"from": "human", "value": "u"}, {"from": "gpt", "value": "a", "role": null}]);
+    let want = conversation(json!({"conversations": turns.clone()}));
+    assert_eq!(conversation(json!({"messages": turns})), want);
+}
+
+#[test]
+fn words_under_another_name_are_no_empty_turn() {
+    let turn = |turn: Value| {
+        let row = json!({"conversations": [{"from": "human", "value": "u"}, turn]});
+        read(row, false).map_err(|error| assert!(error.contains("`conversations[1]` has no"), "{error}"))
+    };
+    for wrong in [
+        json!({"from": "gpt", "valu": "a"}),
+        json!({"from": "gpt", "content": "a"}),
+        json!({"role": "assistant", "contents": "a"}),
+        json!({"role": "assistant", "value": "a"}),
+    ] {
+        assert!(turn(wrong).is_err());
+    }
+    for empty in [
+        json!({"from": "gpt", "id": 1}),
+        json!({"from": "gpt", "text": null}),
+        json!({"role": "assistant", "content": null, "text": "a"}),
+    ] {
+        assert!(turn(empty).is_ok());
+    }
+}
+
+#[test]
+fn only_booleans_say_whether_a_turn_is_trained() {
+    for train in [json!("false"), json!(0), json!([])] {
+        let columns = json!({"messages": [{"role": "assistant", "content": "a", "train": train}]});
+        let error = read(columns, false).unwrap_err();
+        assert!(error.contains("`messages[0].train` is ") && error.contains("`true` or `false`"), "{error}");
+    }
 }
 
 #[test]
