@@ -400,6 +400,34 @@ pub fn changes(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
         .collect()
 }
 
+/// The adapter's own folder: the one that was named, or the newest in a run's folder, in its `weights`, or in a
+/// `step_N` of either kind.
+///
+/// # Errors
+/// A folder that can't be read.
+pub fn find_adapter(named: &Path) -> Result<PathBuf> {
+    let is_adapter = |dir: &Path| dir.join("adapter_config.json").exists();
+    if is_adapter(named) {
+        return Ok(named.into());
+    }
+    let newest = |parent: &Path| -> Result<Option<PathBuf>> {
+        let step = folder::steps(parent)?.into_iter().next_back();
+        Ok(step.map(|step| parent.join(format!("step_{step}")).join("lora_adapters")))
+    };
+    let of_checkpoint = || {
+        let run = named.parent()?.parent()?;
+        Some(run.join("weights").join(named.file_name()?).join("lora_adapters"))
+    };
+    let places = [
+        Some(named.join("lora_adapters")),
+        newest(named)?,
+        newest(&named.join("weights"))?,
+        named.join("trainable.safetensors").exists().then(of_checkpoint).flatten(),
+    ];
+    // A folder without an adapter is told of by whoever reads it.
+    Ok(places.into_iter().flatten().find(|dir| is_adapter(dir)).unwrap_or_else(|| named.into()))
+}
+
 /// The note about a `step_N` that is no save of ours and was renamed.
 pub fn not_whole(parent: &Path, step: usize, aside: &Path) -> String {
     let path = parent.join(format!("step_{step}"));

@@ -340,6 +340,29 @@ fn configuration_faults_end_with_code_2() {
 }
 
 #[test]
+fn a_run_starts_from_an_adapter() {
+    let dir = RunDir::new();
+    let val = ["--val", "--val.interval", "1", "--val.eval-on-start"];
+    let data =
+        dir.text("run.toml").lines().filter_map(|l| l.strip_prefix("name = \"")).nth(1).unwrap().to_string();
+    let data = data.trim_end_matches('"');
+    let val = [&val[..], &["--val.data.name", data, "--val.data.seq-len", "64"]].concat();
+    dir.sft(&[&val[..], &["--output-dir", "first"]].concat()).succeeds();
+    let from = ["--output-dir", "second", "--model.lora.init-adapter-path", "first"];
+    dir.sft(&[&val[..], &from].concat()).succeeds().says(&["starts from the adapter `first/weights/step_2"]);
+    let loss = |out: &str, step: usize| dir.rows(out)[step]["val/loss"].clone();
+    assert_eq!(loss("first", 2), loss("second", 0), "it goes on where the first stopped, bit for bit");
+    assert_ne!(loss("first", 0), loss("second", 0));
+    dir.sft(&["--output-dir", "third", "--model.lora.init-adapter-path", "first", "--model.lora.rank", "8"])
+        .fails(1)
+        .says(&["has r 4", "this run has rank 8", "model.lora"]);
+    dir.sft(&["--output-dir", "third", "--model.lora.init-adapter-path", "nowhere"])
+        .fails(1)
+        .says(&["init_adapter_path", "nowhere"]);
+    assert!(!dir.path("third").exists());
+}
+
+#[test]
 fn a_device_that_is_not_there_names_it() {
     let dir = RunDir::new();
     dir.sft(&["--device", "wgpu:99"]).fails(1).says(&["wgpu:99"]);

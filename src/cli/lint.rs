@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::merge::find_adapter;
 use super::print;
+use crate::checkpoint::find_adapter;
 use crate::export::{self, Lint, SERVERS, Server, Verdict};
 use crate::{Error, Result, hub};
 

@@ -1,12 +1,12 @@
 //! `embertune merge`: base and adapter as one Hugging Face model.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use burn::tensor::DType;
 use tracing::Level;
 
 use super::print_after;
-use crate::checkpoint::folder;
+use crate::checkpoint::find_adapter;
 use crate::report::LineFormat;
 use crate::report::log;
 use crate::{Error, Result, export, hub};
@@ -41,31 +41,6 @@ pub(super) fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>)
         report.largest_rounding
     ));
     Ok(())
-}
-
-/// The adapter's own folder: the one that was named, or the newest in a run's folder, in its `weights`, or in a
-/// `step_N` of either kind.
-pub(super) fn find_adapter(named: &Path) -> Result<PathBuf> {
-    let is_adapter = |dir: &Path| dir.join("adapter_config.json").exists();
-    if is_adapter(named) {
-        return Ok(named.into());
-    }
-    let newest = |parent: &Path| -> Result<Option<PathBuf>> {
-        let step = folder::steps(parent)?.into_iter().next_back();
-        Ok(step.map(|step| parent.join(format!("step_{step}")).join("lora_adapters")))
-    };
-    let of_checkpoint = || {
-        let run = named.parent()?.parent()?;
-        Some(run.join("weights").join(named.file_name()?).join("lora_adapters"))
-    };
-    let places = [
-        Some(named.join("lora_adapters")),
-        newest(named)?,
-        newest(&named.join("weights"))?,
-        named.join("trainable.safetensors").exists().then(of_checkpoint).flatten(),
-    ];
-    // A folder without an adapter is told of by whoever reads it.
-    Ok(places.into_iter().flatten().find(|dir| is_adapter(dir)).unwrap_or_else(|| named.into()))
 }
 
 /// The base of a merge is named by a flag, not by a key.

@@ -132,6 +132,9 @@ table! {
         layers_to_transform: Option<Vec<usize>> = None;
         /// How A starts: `true` is uniform in ±1/√in, `"gaussian"` is normal with deviation 1/r. B starts at zero.
         init_lora_weights: InitLoraWeights = InitLoraWeights::Default;
+        /// Start from the values of this PEFT adapter (its folder, or that of a run), whose rank, alpha and targets must be
+        /// those of this table.
+        init_adapter_path: Option<PathBuf> = None;
     }
 }
 

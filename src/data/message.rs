@@ -100,9 +100,35 @@ fn message(place: &str, value: Value) -> Result<Map<String, Value>, Fault> {
         *calls = Value::Array(tool_calls(&format!("{place}.tool_calls"), calls.take())?);
     }
     match message.get("train") {
-        None | Some(Value::Bool(_)) => Ok(message),
+        None | Some(Value::Bool(_)) => weight(place, message),
         // `"false"` and 0 would leave nothing out.
         Some(other) => Err(wrong_type(&format!("{place}.train"), other, "`true` or `false`")),
+    }
+}
+
+/// `"weight": 0` of OpenAI's files is `"train": false`.
+fn weight(place: &str, mut message: Map<String, Value>) -> Result<Map<String, Value>, Fault> {
+    let Some(weight) = message.shift_remove("weight") else { return Ok(message) };
+    let train = match weight.as_f64() {
+        Some(0.0) => false,
+        Some(1.0) => true,
+        _ => {
+            return Err(wrong_type(
+                &format!("{place}.weight"),
+                &weight,
+                "0 or 1: a turn is trained or it isn't",
+            ));
+        }
+    };
+    match message.get("train") {
+        Some(said) if *said != train => Err(Fault::new(
+            format!("`{place}` has `weight` {weight} and `train` {said}, which contradict each other"),
+            "Take one of them out.",
+        )),
+        _ => {
+            message.insert("train".into(), train.into());
+            Ok(message)
+        }
     }
 }
 

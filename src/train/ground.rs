@@ -76,6 +76,7 @@ impl Ground {
             folder.start(config)
         })?;
         warn(report, full_without_ckpt(config));
+        setup::init_adapter(config)?;
         warn(report, selected.warning.clone());
 
         // ---- model ----

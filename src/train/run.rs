@@ -76,6 +76,11 @@ impl Run {
         let mut optimizer = setup::optimizer(&config, &own, ranks);
         #[rustfmt::skip]
         let Ground { folder, mut locks, start, base, data, keys, begun, max_steps, schedule, .. } = ground;
+        if let (Start::Fresh, Some(adapter)) = (&start, setup::init_adapter(&config)?) {
+            let loaded = export::load_adapter(model, index, &adapter)?;
+            loaded.warnings.into_iter().for_each(|warning| report.event(&Event::Warning(warning)));
+            report.event(&Event::Note(format!("starts from the adapter `{}`", adapter.display())));
+        }
         if let Start::Resume { path, .. } = &start {
             let values = resume::restore(&config, &folder, path, &model.device(), &own, &mut optimizer)?;
             set_values(model, index, values);

@@ -1,6 +1,6 @@
 //! The pieces of a run's setup: device, model, data, optimizer and schedule, sizes.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use burn::tensor::DType;
@@ -13,10 +13,11 @@ use super::resume::{Begun, Keys};
 use super::schedule::Schedule;
 use super::sft::StopFlag;
 use super::step::StepOptions;
-use crate::checkpoint::{RunFolder, Start};
+use crate::checkpoint::{RunFolder, Start, find_adapter};
 use crate::config::{DataConfig, LoraConfig, Plan, RunConfig, SftConfig};
 use crate::data::{Batch, ChatTokenizer, Loader, Sample, Validation, validation_batches};
 use crate::device::{Selected, hardware_name};
+use crate::export::AdapterConfig;
 use crate::model::{Decoder, HfConfig, LoraSpec, Trainable};
 use crate::report::{Event, Report, RunInfo};
 use crate::{Error, Result};
@@ -49,6 +50,22 @@ pub(super) fn model(
         details.push(format!("{prefix}{}", describe_data(&ground.data.loader)));
     }
     Ok((model, details))
+}
+
+/// The folder of the adapter that a run starts from, if it starts from one.
+///
+/// # Errors
+/// It holds no adapter that could be loaded.
+pub(super) fn init_adapter(config: &SftConfig) -> Result<Option<PathBuf>> {
+    let path = config.model.lora.as_ref().and_then(|lora| lora.init_adapter_path.as_ref());
+    let Some(path) = path else { return Ok(None) };
+    let folder = find_adapter(path)?;
+    if !folder.join("adapter_config.json").exists() {
+        let message = "`model.lora.init_adapter_path`: there is no `adapter_config.json` here";
+        return Err(Error::adapter(&folder, message, "name the folder of a PEFT adapter, or of a run"));
+    }
+    AdapterConfig::load(&folder)?;
+    Ok(Some(folder))
 }
 
 /// Data of a run.

@@ -146,6 +146,26 @@ fn only_booleans_say_whether_a_turn_is_trained() {
 }
 
 #[test]
+fn a_weight_of_0_or_1_says_whether_a_turn_is_trained() {
+    let with = |weight: Value, train: Value| {
+        let mut message = json!({"role": "assistant", "content": "a", "weight": weight});
+        if !train.is_null() {
+            message["train"] = train;
+        }
+        read(json!({"messages": [message]}), false)
+    };
+    for (weight, train) in [(json!(0), false), (json!(1.0), true)] {
+        let Body::Chat(conversation) = with(weight, json!(null)).unwrap().body else { panic!("a chat") };
+        assert_eq!(conversation.messages[0]["train"], train);
+        assert!(conversation.messages[0].get("weight").is_none(), "no template is to see it");
+    }
+    for wrong in [json!(0.5), json!("0")] {
+        assert!(with(wrong, json!(null)).unwrap_err().contains("`messages[0].weight` is "));
+    }
+    assert!(with(json!(0), json!(true)).unwrap_err().contains("contradict"));
+}
+
+#[test]
 fn nulls_of_parquet_are_absent_fields_and_nulls_of_json_are_the_users() {
     let columns = json!({"text": null, "messages": [
         {"role": "assistant", "content": null, "tool_calls": [
