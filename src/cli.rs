@@ -14,6 +14,7 @@ use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
 mod bench;
+mod generate;
 mod launch;
 mod lint;
 mod merge;
@@ -71,6 +72,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         args: Vec<String>,
     },
+    /// Let a model answer: `generate --model DIR --adapter runs/x "What is a tide?"`; without a prompt, a conversation
+    Generate(generate::GenerateArgs),
     /// Find out whether PEFT, vLLM, SGLang and llama.cpp take an adapter as it is: `lint runs/x/weights/step_200`
     Lint(lint::LintArgs),
     /// Write the Hugging Face model that base and adapter make together.
@@ -110,6 +113,7 @@ pub fn run() -> u8 {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Generate(args) => generate::run(&args),
         Command::Lint(args) => lint::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };

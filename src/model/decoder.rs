@@ -28,7 +28,7 @@ impl Norm {
         Norm { weight: unset([size], device), eps: config.rms_norm_eps }
     }
 
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+    pub(super) fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let weight = value(&self.weight, x.dtype());
         ops::rms_norm(x, weight, self.eps)
     }
@@ -121,7 +121,7 @@ impl Layer {
     }
 
     /// The layer as the ops take it, computing in `dtype`.
-    fn parameters(&self, inputs: &Inputs, dtype: DType, recompute: bool) -> DecoderLayer {
+    pub(super) fn parameters(&self, inputs: &Inputs, dtype: DType, recompute: bool) -> DecoderLayer {
         let (attn, mlp) = (&self.self_attn, &self.mlp);
         let of_heads = |norm: &Option<Norm>| norm.as_ref().map(|norm| value(&norm.weight, dtype));
         DecoderLayer {

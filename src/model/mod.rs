@@ -8,6 +8,7 @@
 
 mod config;
 mod decoder;
+mod generate;
 mod inputs;
 mod lora;
 mod size;
@@ -19,6 +20,7 @@ mod weights;
 pub use config::HfConfig;
 pub(crate) use config::read_json_object;
 pub use decoder::{Attention, Decoder, Layer, Mlp, Model, Norm};
+pub use generate::Sampling;
 pub use inputs::Inputs;
 pub use lora::{AdaptedModule, Adapter, Embedding, Linear, LoraReport, LoraSpec, Run};
 pub use size::{Load, Memory, Sizes, sizes};
