@@ -34,6 +34,7 @@ mod order;
 mod pack;
 mod parquet;
 mod pipeline;
+mod prompt;
 mod read;
 mod report;
 mod row;

@@ -289,33 +289,6 @@ impl ChatTokenizer {
         Ok(sample)
     }
 
-    /// The ids of a conversation up to where the assistant's next turn begins.
-    ///
-    /// # Errors
-    /// There is no chat template, or it fails on this conversation.
-    pub fn encode_prompt(&self, conversation: &Conversation) -> Result<Vec<u32>> {
-        let mut conversation = conversation.clone();
-        conversation.kwargs.insert("add_generation_prompt".into(), true.into());
-        let untrained = LossMaskConfig { system: false, user: false, assistant: false, tool: false };
-        self.encode_text(&self.render(&conversation, &untrained)?.text)
-    }
-
-    /// Tokens that end an answer: the tokenizer's end token, and those that the model's `generation_config.json` names.
-    pub fn stop_ids(&self) -> Vec<u32> {
-        let named = read_object(&self.dir.join("generation_config.json")).ok().flatten();
-        let named = named.and_then(|config| config.get("eos_token_id").cloned());
-        let ids = match named {
-            Some(Value::Array(ids)) => ids,
-            Some(id) => vec![id],
-            None => Vec::new(),
-        };
-        let ids = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok());
-        let mut all: Vec<u32> = self.eos_id().into_iter().chain(ids).collect();
-        all.sort_unstable();
-        all.dedup();
-        all
-    }
-
     /// The ids of a text, without any added token.
     ///
     /// # Errors
@@ -412,7 +385,7 @@ fn read_settings(dir: &Path) -> Result<Map<String, Value>> {
 }
 
 /// A JSON object, or `None` where there is no such file.
-fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
+pub(super) fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
     if !path.is_file() {
         return Ok(None);
     }
