@@ -47,7 +47,7 @@ enum Command {
     },
     /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
     Check {
-        /// As for `sft`.
+        /// As for `sft`; and `--resolved`: the whole configuration first, as `sft` would write it.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -226,8 +226,13 @@ fn with_command(error: Error, args: &[String]) -> Error {
 
 fn check(args: &[String]) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
-    let config::Loaded { config, runs, differences } = config::load(args)?;
-    print(&describe(&differences).join("\n"))?;
+    let whole = args.iter().any(|arg| arg == "--resolved");
+    let args: Vec<String> = args.iter().filter(|arg| *arg != "--resolved").cloned().collect();
+    let config::Loaded { config, runs, differences } = config::load(&args)?;
+    match whole {
+        true => print(&config::RunConfig::to_toml(&config, &runs))?,
+        false => print(&describe(&differences).join("\n"))?,
+    }
     if runs.is_empty() {
         return print(&train::check::check(&config)?.to_string());
     }

@@ -20,6 +20,13 @@ fn both_refuse(dir: &RunDir, args: &[&str], words: &[&str]) {
 }
 
 #[test]
+fn the_whole_configuration_is_shown_where_that_is_wanted() {
+    let dir = RunDir::new();
+    let ran = dir.run(&["check", "@", "run.toml", "--resolved", "--optim.lr", "3e-4"]).succeeds();
+    ran.says(&["betas1 = 0.9", "lr = 0.0003", "[data.columns]", "packing"]);
+}
+
+#[test]
 fn a_folder_in_use_or_unwritable_is_refused_by_both() {
     let dir = RunDir::new();
     dir.sft(&[]).succeeds();

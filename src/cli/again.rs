@@ -23,20 +23,28 @@ pub(super) fn program() -> String {
 /// What to do with the result.
 pub(super) fn next_steps(program: &str, config: &SftConfig, args: &[String], summary: &Summary) -> String {
     let mut text = String::new();
-    if let Some(adapter) = &summary.adapter {
-        let [base, from, to] = [&summary.base, adapter, &free_name(&config.output_dir.join("merged"))]
+    // Of several runs the best.
+    let (of, result) = match summary.runs.first() {
+        Some((name, run)) => (format!(" of {name}"), run),
+        None => (String::new(), summary),
+    };
+    if let Some(adapter) = &result.adapter {
+        let [base, from, to] = [&result.base, adapter, &free_name(&config.output_dir.join("merged"))]
             .map(|path| quoted(&path.display().to_string()));
         text += &format!(
-            "Adapter: {}\nMerge it into the base model:\n  {program} merge --base {base} --adapter {from} --out {to}\n",
+            "Adapter{of}: {}\nAsk it:\n  {program} generate --model {base} --adapter {from}\n\
+             Merge it into the base model:\n  {program} merge --base {base} --adapter {from} --out {to}\n",
             adapter.display()
         );
     }
     if let Some(weights) = &summary.weights {
-        text += &format!("Weights: {}\n", weights.display());
+        let quoted = quoted(&weights.display().to_string());
+        text +=
+            &format!("Weights: {}\nAsk them:\n  {program} generate --model {quoted}\n", weights.display());
     }
-    if summary.checkpoint.is_some() {
+    if result.checkpoint.is_some() {
         let ends = [
-            ("max-steps", config.max_steps.map(|_| 2 * summary.steps)),
+            ("max-steps", config.max_steps.map(|_| 2 * result.steps)),
             ("num-epochs", config.num_epochs.map(|n| 2 * n)),
         ];
         let ends = ends.into_iter().filter_map(|(key, end)| Some((key, end?)));
