@@ -122,6 +122,17 @@ fn sources(section: &str, data: &SftDataConfig, reader: &mut Reader) {
             );
         }
     }
+    let pair =
+        |n: usize| [&data.subsets, &data.splits].map(|list| list.as_ref().and_then(|list| list.get(n)));
+    let length = lists[..2].iter().filter_map(|(_, length)| *length).min().unwrap_or(0);
+    let twice = (0..length).find(|&n| (0..n).any(|earlier| pair(earlier) == pair(n)));
+    let named = |n: usize| pair(n).into_iter().flatten().cloned().collect::<Vec<_>>().join(", ");
+    reader.rule(
+        twice.is_none(),
+        &[&subsets, &splits],
+        || format!("`{}` is named twice in `{section}`", twice.map(named).unwrap_or_default()),
+        "name each source once; `probabilities` say how often each is drawn from",
+    );
     let Some(parts) = &data.probabilities else { return };
     reader.rule(
         data.subsets.is_some() || data.splits.is_some(),

@@ -143,6 +143,8 @@ pub fn gib(bytes: u64) -> f64 {
 pub struct Summary {
     /// Finished steps, those before a resume included.
     pub steps: usize,
+    /// Steps that earlier processes did.
+    pub resumed_step: usize,
     /// Loss of the first step of this process.
     pub first_loss: Option<f64>,
     /// Loss of the last step.

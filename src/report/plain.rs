@@ -143,8 +143,13 @@ impl<W: Write> Plain<W> {
             (Some(first), Some(last)) => format!(", loss {first:.4} -> {last:.4}"),
             _ => String::new(),
         };
-        let s = if summary.steps == 1 { "" } else { "s" };
-        self.line(&format!("Done: {} step{s} in {:.1}s{loss}", summary.steps, summary.seconds));
+        let steps = summary.steps - summary.resumed_step;
+        let s = if steps == 1 { "" } else { "s" };
+        let all = match summary.resumed_step {
+            0 => String::new(),
+            _ => format!(", {} in all", summary.steps),
+        };
+        self.line(&format!("Done: {steps} step{s} in {:.1}s{all}{loss}", summary.seconds));
         if let (Some(first), Some(last)) = (summary.first_val_loss, summary.last_val_loss) {
             self.line(&format!("Held-out loss {first:.4} -> {last:.4}"));
         }
@@ -241,6 +246,14 @@ mod tests {
             "Step 3 | Time: 0.50s | Loss: 2.1235 | Grad. Norm: 0.5000 | LR: 5.00e-4 | \
              Throughput: 2048 tokens/s (1024 trained)\n"
         );
+    }
+
+    #[test]
+    fn a_resumed_run_counts_its_own_steps() {
+        let mut out = Vec::new();
+        let summary = Summary { steps: 6, resumed_step: 3, seconds: 2.0, ..Summary::default() };
+        Plain::new(&mut out, LineFormat::Text).finish(&summary);
+        assert_eq!(String::from_utf8(out).unwrap(), "Done: 3 steps in 2.0s, 6 in all\n");
     }
 
     #[test]

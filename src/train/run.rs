@@ -101,7 +101,8 @@ impl Run {
             report.event(&Event::Note(note.into()));
         }
         let skipped = Skipped::new(config.optim.max_skipped);
-        let summary = Summary { base, steps: begun.progress.step, ..Summary::default() };
+        let steps = begun.progress.step;
+        let summary = Summary { base, steps, resumed_step: steps, ..Summary::default() };
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {

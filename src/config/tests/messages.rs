@@ -227,6 +227,8 @@ fn rules_between_keys() {
             "`data.probabilities` sum to 1.1, wanted 1",
         ),
         ("data.probabilities = [1.0]", "`data.probabilities` is set, but there is only one source"),
+        ("data.splits = [\"a\", \"b\", \"a\"]", "`a` is named twice in `data`"),
+        ("data.subsets = [\"x\", \"x\"]\ndata.splits = [\"a\", \"a\"]", "`x, a` is named twice in `data`"),
         ("data.splits = []", "`data.splits` is empty"),
         ("val.interval = 5", "`[val]` is on, but `[val.data]` is missing"),
         ("val.data.type = \"fake\"", "`val.data.type` is `fake`, wanted `sft`"),
