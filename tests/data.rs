@@ -537,6 +537,12 @@ fn fake_data_are_made_from_their_number_alone() {
         assert_eq!(batch.cu_seqlens, [0, 32]);
         assert_eq!(batch.trained_tokens(), 31);
     }
+    let answers = FakeDataConfig { trained: 0.6, ..fixed };
+    for batch in steps(&answers, 2) {
+        // 20 of 32 tokens, each the target of the one before it.
+        assert_eq!(batch.trained_tokens(), 20);
+        assert!((11..31).all(|t| batch.loss_mask[t]));
+    }
     let variable = FakeDataConfig { length: FakeLength::Variable, input_ids: FakeInputIds::Random, ..config };
     let batches = steps(&variable, 40);
     assert!(batches.iter().all(|batch| batch.input_ids.iter().all(|&id| id < 5)));

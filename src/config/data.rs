@@ -163,10 +163,12 @@ table! {
 }
 
 data_table! {
-    /// Made-up tokens, every one of them trained.
+    /// Made-up tokens.
     pub struct FakeDataConfig: "fake" {
         /// Lengths of the documents.
         length: FakeLength = FakeLength::Fixed;
+        /// Part of each document that is trained: its end, as an answer after a prompt.
+        trained: f64 = 1.0, 0.0..=1.0;
         /// The tokens.
         input_ids: FakeInputIds = FakeInputIds::Increasing;
         /// Seed of the random ones.

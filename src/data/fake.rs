@@ -10,6 +10,7 @@ use crate::config::{FakeDataConfig, FakeInputIds, FakeLength};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Fake {
     length: FakeLength,
+    trained: f64,
     input_ids: FakeInputIds,
     seed: u64,
     seq_len: usize,
@@ -21,6 +22,7 @@ impl Fake {
     pub fn new(config: &FakeDataConfig, seq_len: usize, vocab_size: usize) -> Self {
         Self {
             length: config.length,
+            trained: config.trained,
             input_ids: config.input_ids,
             seed: config.seed,
             seq_len,
@@ -39,7 +41,7 @@ impl Fake {
         }
     }
 
-    /// Document `id`: its number in every place, or random ids; all trained.
+    /// Document `id`: its number in every place, or random ids; trained at its end.
     pub fn sample(&self, id: u64) -> Sample {
         let len = self.len(id);
         let ids = match self.input_ids {
@@ -51,6 +53,7 @@ impl Fake {
                 (0..len).map(|_| below(&mut rng, self.vocab_size) as u32).collect()
             }
         };
-        Sample { mask: vec![true; ids.len()], ids }
+        let untrained = len - (len as f64 * self.trained).ceil() as usize;
+        Sample { mask: (0..len).map(|at| at >= untrained).collect(), ids }
     }
 }
