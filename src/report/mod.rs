@@ -59,12 +59,25 @@ pub enum Event {
     Warning(String),
     /// Held-out loss after `step` steps.
     Validation {
+        /// The run, where there are several.
+        run: Option<String>,
         /// Finished steps.
         step: usize,
         /// Mean loss over the trained tokens of the held-out set.
         loss: f64,
         /// Seconds it took.
         seconds: f64,
+    },
+    /// What the model answers to a prompt after `step` steps.
+    Sample {
+        /// The run, where there are several.
+        run: Option<String>,
+        /// Finished steps.
+        step: usize,
+        /// What was asked.
+        prompt: String,
+        /// The answer.
+        text: String,
     },
     /// A folder was written.
     Saved {
@@ -142,9 +155,15 @@ impl Report for Named<'_> {
         self.report.event(&match event {
             Event::Note(text) => Event::Note(format!("{name}: {text}")),
             Event::Warning(text) => Event::Warning(format!("{name}: {text}")),
-            Event::Validation { step, loss, .. } => {
-                Event::Note(format!("{name}: held-out loss {loss:.4} after step {step}"))
+            &Event::Validation { step, loss, seconds, .. } => {
+                Event::Validation { run: Some(name.clone()), step, loss, seconds }
             }
+            Event::Sample { step, prompt, text, .. } => Event::Sample {
+                run: Some(name.clone()),
+                step: *step,
+                prompt: prompt.clone(),
+                text: text.clone(),
+            },
             saved @ Event::Saved { .. } => saved.clone(),
         });
     }

@@ -113,8 +113,12 @@ impl<W: Write> Report for Plain<W> {
         let line = match event {
             Event::Note(text) => text.clone(),
             Event::Warning(text) => return self.line_at(Level::WARN, text),
-            Event::Validation { step, loss, seconds } => {
-                format!("Validation | Step {step} | Loss: {loss:.4} | Time: {seconds:.2}s")
+            Event::Validation { run, step, loss, seconds } => {
+                let line = format!("Validation | Step {step} | Loss: {loss:.4} | Time: {seconds:.2}s");
+                of_run(run.as_ref(), line)
+            }
+            Event::Sample { run, step, prompt, text } => {
+                of_run(run.as_ref(), format!("Sample | Step {step} | {prompt} -> {text}"))
             }
             Event::Saved { what, path, seconds } => {
                 format!("Saved {what} `{}` in {seconds:.2}s", path.display())
@@ -174,8 +178,12 @@ fn table(summary: &Summary) -> String {
 
 /// `Step 3 | Time: 0.52s | Loss: 2.1234 | …`, in the order of prime-rl's line.
 fn step_line(m: &StepMetrics) -> String {
-    let line = line_of_one(m);
-    m.run.as_ref().map_or(line.clone(), |run| format!("{run} | {line}"))
+    of_run(m.run.as_ref(), line_of_one(m))
+}
+
+/// A line of one run of several begins with its name.
+fn of_run(run: Option<&String>, line: String) -> String {
+    run.map_or(line.clone(), |run| format!("{run} | {line}"))
 }
 
 fn line_of_one(m: &StepMetrics) -> String {

@@ -262,7 +262,7 @@ impl Run {
         let batches = batches.map(|batch| Ok(self.among(&batch?, model)));
         let loss = held_out_loss(model, batches, ranks)?;
         let seconds = clock.elapsed().as_secs_f64();
-        report.event(&Event::Validation { step: self.progress.step, loss, seconds });
+        report.event(&Event::Validation { run: None, step: self.progress.step, loss, seconds });
         self.summary.first_val_loss.get_or_insert(loss);
         self.summary.last_val_loss = Some(loss);
         Ok(loss)
