@@ -79,7 +79,7 @@ pub struct Bench {
     pub peer: Option<Peer>,
 }
 
-/// Measures; writes nothing. `peer` is a command that measures another trainer first, on the same step: see [`peer`].
+/// Measures; writes nothing. `peer` is a command that measures another trainer on the same step first, for the comparison.
 ///
 /// # Errors
 /// What keeps the run from starting, or a step that fails.
