@@ -17,8 +17,20 @@ impl RunFolder {
         }
         let files = [
             (self.root.join("configs"), &["sft.toml", "sft.dry-run.toml"][..]),
-            (self.root.join("logs"), &["trainer.log"]),
-            (self.root.clone(), &["metrics.jsonl", "metrics.jsonl.partial"]),
+            (self.root.join("logs"), &["trainer.log", "monitor.log"]),
+            (
+                self.root.clone(),
+                &[
+                    "metrics.jsonl",
+                    "metrics.jsonl.partial",
+                    "samples.jsonl",
+                    "samples.jsonl.partial",
+                    "run.json",
+                    "report.html",
+                    "curves.svg",
+                    "curves.png",
+                ],
+            ),
         ];
         for (parent, names) in files {
             for (name, path) in folder::entries(&parent)? {
@@ -28,6 +40,10 @@ impl RunFolder {
                 }
             }
         }
+        let events = folder::entries(&self.root.join("tensorboard"))?;
+        own.extend(
+            events.into_iter().filter(|(name, _)| name.starts_with("events.out.tfevents.")).map(|(_, p)| p),
+        );
         Ok(own)
     }
 
@@ -72,8 +88,8 @@ impl RunFolder {
                 fs::remove_file(path).map_err(|e| Error::io(path, "delete", e))?;
             }
         }
-        for parent in [&self.checkpoints, &self.weights, &self.root.join("configs"), &self.root.join("logs")]
-        {
+        let inner = ["configs", "logs", "tensorboard"].map(|name| self.root.join(name));
+        for parent in [&self.checkpoints, &self.weights].into_iter().chain(&inner) {
             let left = folder::entries(parent)?;
             match left.first() {
                 None => drop(fs::remove_dir(parent)), // not there, or a link: both are fine

@@ -136,8 +136,8 @@ fn toml_syntax_shows_the_line() {
 fn refused_keys_give_reason_and_way_out() {
     assert_eq!(
         told("[wandb]\nproject = \"x\""),
-        "x.toml:2: `wandb` is not supported: metrics stay on this machine\n    \
-         hint: `metrics.jsonl` in the run folder has every step"
+        "x.toml:2: `wandb` is not supported: the program doesn't speak to Weights & Biases itself\n    \
+         hint: set `monitors.command = [\"python3\", \"examples/wandb_monitor.py\"]`, which hands it every row"
     );
     assert_eq!(
         told("[model]\nattn = \"sdpa\""),
