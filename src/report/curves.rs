@@ -60,6 +60,8 @@ fn finite<'de, D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Res
 pub struct Curves {
     /// What the run is called.
     pub name: String,
+    /// Where they were read.
+    pub file: PathBuf,
     /// Its rows by step; of two rows of a step the later one counts.
     pub rows: BTreeMap<usize, Row>,
     /// Lines that are no rows, and the number of the first of them; a last line that a kill cut off doesn't count.
@@ -75,7 +77,7 @@ impl Curves {
         let file = File::open(path).map_err(|e| Error::io(path, "read", e))?;
         // Names come from folders, which may be called anything.
         let name = name.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        let mut curves = Curves { name, ..Curves::default() };
+        let mut curves = Curves { name, file: path.into(), ..Curves::default() };
         let mut number = 0;
         let mut wrong = Vec::new();
         for line in BufReader::new(file).split(b'\n') {
@@ -115,16 +117,11 @@ impl Curves {
         if file.exists() {
             found.push(Self::read(&file, &name_of_folder(path))?);
         }
-        let mut folders: Vec<PathBuf> = match std::fs::read_dir(path.join("runs")) {
-            Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
-            Err(_) => Vec::new(),
-        };
-        folders.retain(|folder| {
-            std::fs::metadata(folder.join("metrics.jsonl")).is_ok_and(|data| data.len() > 0)
-        });
-        folders.sort();
-        for folder in folders {
-            found.push(Self::read(&folder.join("metrics.jsonl"), &name_of_folder(&folder))?);
+        for folder in run_folders(path)? {
+            let file = folder.join("metrics.jsonl");
+            if std::fs::metadata(&file).is_ok_and(|data| data.len() > 0) {
+                found.push(Self::read(&file, &name_of_folder(&folder))?);
+            }
         }
         if found.is_empty() {
             let message = "there is no `metrics.jsonl` here, nor in a folder of `runs`";
@@ -148,6 +145,41 @@ impl Curves {
     /// The last step.
     pub fn last_step(&self) -> usize {
         self.rows.keys().next_back().copied().unwrap_or(0)
+    }
+}
+
+/// The folders of a job's runs, in the order of their names.
+///
+/// # Errors
+/// `runs` is there and can't be read.
+pub fn run_folders(root: &Path) -> Result<Vec<PathBuf>> {
+    let runs = root.join("runs");
+    if !runs.is_dir() {
+        return Ok(Vec::new());
+    }
+    let entries = std::fs::read_dir(&runs).map_err(|e| Error::io(&runs, "list", e))?;
+    let mut folders: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    folders.retain(|folder| folder.join("metrics.jsonl").exists());
+    folders.sort();
+    Ok(folders)
+}
+
+/// Gives runs of one name more of their path, until names tell all of them apart: `a/out` and `b/out`.
+pub fn distinct_names(runs: &mut [Curves]) {
+    for parts in 2.. {
+        let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
+        let again = |name: &str| names.iter().filter(|known| *known == name).count() > 1;
+        let mut longer = false;
+        for run in runs.iter_mut().filter(|run| again(&run.name)) {
+            let file = run.file.with_extension("");
+            let whole = if file.ends_with("metrics") { file.parent().unwrap_or(&file) } else { &file };
+            let all: Vec<_> = whole.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+            longer |= parts <= all.len();
+            run.name = all[all.len().saturating_sub(parts)..].join("/");
+        }
+        if !longer {
+            return;
+        }
     }
 }
 
@@ -261,6 +293,25 @@ mod tests {
             read("{\"step\":2,\"loss/mean\":1}\n{\"step\":1,\"loss/mean\":2}\n{\"step\":2,\"loss/mean\":3}")
                 .unwrap();
         assert_eq!(curves.points(|row| row.loss), [(1.0, 2.0), (2.0, 3.0)]);
+    }
+
+    #[test]
+    fn runs_of_one_name_are_told_apart_by_their_folders() {
+        let run =
+            |file: &str, name: &str| Curves { name: name.into(), file: file.into(), ..Curves::default() };
+        let mut runs = [
+            run("/x/a/out/metrics.jsonl", "out"),
+            run("/y/a/out/metrics.jsonl", "out"),
+            run("/x/b/out/metrics.jsonl", "out"),
+            run("/x/full.jsonl", "full"),
+            run("/y/full.jsonl", "full"),
+            run("/z/other/metrics.jsonl", "lora"),
+        ];
+        distinct_names(&mut runs);
+        let names = runs.map(|run| run.name);
+        assert_eq!(names, ["x/a/out", "y/a/out", "b/out", "x/full", "y/full", "lora"]);
+        let mut same = [run("/x/m.jsonl", "m"), run("/x/m.jsonl", "m")];
+        distinct_names(&mut same);
     }
 
     #[test]

@@ -16,13 +16,13 @@ mod plain;
 mod plot;
 mod sheet;
 
-pub use curves::{Curves, Row, name_of_folder};
+pub use curves::{Curves, Row, distinct_names, name_of_folder, run_folders};
 pub use facts::RunFacts;
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
 pub use monitors::Monitors;
 pub use page::{Page, RunLine, duration, shell_quoted};
 pub use plain::{LineFormat, Plain, thousands};
-pub use plot::{Smoothing, svg, write_png};
+pub use plot::{Smoothing, is_picture, svg, write_png};
 
 /// Listener of a run.
 pub trait Report {

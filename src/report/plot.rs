@@ -43,6 +43,12 @@ pub fn svg(runs: &[Curves], smoothing: Smoothing) -> Result<String> {
     sheet::svg(&Picture::new(runs, smoothing)?, &format!("Loss curves of {}", names.join(", ")))
 }
 
+/// Whether a file that begins like this is such an SVG.
+pub fn is_picture(start: &[u8]) -> bool {
+    let start = String::from_utf8_lossy(start);
+    start.starts_with("<svg ") && start.contains(sheet::CLASS)
+}
+
 /// The picture as a PNG, 1800 pixels wide.
 ///
 /// # Errors

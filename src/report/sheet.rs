@@ -174,6 +174,9 @@ fn load_font() {
     });
 }
 
+/// What an SVG's root is known by, to style sheets too.
+pub(super) const CLASS: &str = "class=\"curves\"";
+
 /// Draws an SVG that needs nothing else: colours for day and night, any sans-serif letters.
 pub(super) fn svg(drawing: &impl Drawing, title: &str) -> Result<String> {
     const SCALE: u32 = 4;
@@ -187,8 +190,7 @@ pub(super) fn svg(drawing: &impl Drawing, title: &str) -> Result<String> {
     let fine = format!("width=\"{}\" height=\"{}\"", width * SCALE, height * SCALE);
     let mut label = String::new();
     escape(title, &mut label);
-    let coarse =
-        format!("width=\"{width}\" height=\"{height}\" class=\"curves\" role=\"img\" aria-label=\"{label}\"");
+    let coarse = format!("width=\"{width}\" height=\"{height}\" {CLASS} role=\"img\" aria-label=\"{label}\"");
     let text = text.replacen(&fine, &coarse, 1);
     Ok(text.replacen(">\n", &format!(">\n<style>{}</style>\n", night()), 1))
 }

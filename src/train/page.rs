@@ -8,8 +8,8 @@ use crate::checkpoint::folder;
 use crate::config::{self, Loaded, SftConfig};
 use crate::data::DataReport;
 use crate::report::{
-    Curves, Event, Page, Report, Row, RunFacts, RunLine, Smoothing, duration, name_of_folder, shell_quoted,
-    svg, thousands,
+    Curves, Event, Page, Report, Row, RunFacts, RunLine, Smoothing, duration, name_of_folder, run_folders,
+    shell_quoted, svg, thousands,
 };
 use crate::{Error, Result};
 
@@ -38,25 +38,9 @@ pub(super) fn warn<T>(report: &mut dyn Report, result: Result<T>) -> Option<T> {
     result.inspect_err(|error| report.event(&Event::Warning(format!("no report: {error}")))).ok()
 }
 
-/// The folders of a job's runs, in the order of their names; none in the folder of a run alone.
-///
-/// # Errors
-/// `runs` can't be read.
-pub fn run_folders(root: &Path) -> Result<Vec<PathBuf>> {
-    let runs = root.join("runs");
-    if root.join("metrics.jsonl").exists() || !runs.is_dir() {
-        return Ok(Vec::new());
-    }
-    let entries = fs::read_dir(&runs).map_err(|e| Error::io(&runs, "list", e))?;
-    let mut folders: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    folders.retain(|folder| folder.join("metrics.jsonl").exists());
-    folders.sort();
-    Ok(folders)
-}
-
 fn page(root: &Path) -> Result<Page> {
-    let folders = run_folders(root)?;
     let file = root.join("metrics.jsonl");
+    let folders = if file.exists() { Vec::new() } else { run_folders(root)? };
     if folders.is_empty() && !file.exists() {
         let message = "there is no `metrics.jsonl` here, nor in a folder of `runs`";
         return Err(Error::data(root, None, message, "name the `output_dir` of a run"));
@@ -305,7 +289,6 @@ fn add_job(page: &mut Page, root: &Path, config: Option<&SftConfig>, folders: &[
     let mut all = Vec::new();
     for path in folders {
         let name = name_of_folder(path);
-        // A run without a row yet has no curve.
         let curves = Curves::read(&path.join("metrics.jsonl"), &name).ok();
         let last = |value: fn(&Row) -> Option<f64>| Some(curves.as_ref()?.points(value).last()?.1);
         page.runs.push(RunLine {
