@@ -77,11 +77,8 @@ fn read(named: &[(Option<&str>, PathBuf)]) -> Result<Vec<Curves>> {
             if all.iter().any(|known| known.file == curves.file) {
                 continue;
             }
-            if let Some((lines, first)) = curves.unreadable {
-                tracing::warn!(
-                    "{}:{first}: this is no row with a `step`; left out, as all {lines} lines like it",
-                    curves.file.display()
-                );
+            if let Some(text) = curves.warning() {
+                tracing::warn!("{text}");
             }
             all.push(match name {
                 Some(name) if only => Curves { name: name.to_string(), ..curves },

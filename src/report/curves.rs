@@ -142,6 +142,16 @@ impl Curves {
         self.series(value).into_iter().filter_map(|(step, value)| Some((step, value?))).collect()
     }
 
+    /// What there is to warn of: lines of the file that are no rows.
+    pub fn warning(&self) -> Option<String> {
+        let (lines, first) = self.unreadable?;
+        let rest = match lines - 1 {
+            0 => "it is left out".to_string(),
+            more => format!("it is left out, and {more} more like it"),
+        };
+        Some(format!("{}:{first}: this is no row with a `step`; {rest}", self.file.display()))
+    }
+
     /// The last step.
     pub fn last_step(&self) -> usize {
         self.rows.keys().next_back().copied().unwrap_or(0)
@@ -274,6 +284,8 @@ mod tests {
         assert_eq!((curves.unreadable, curves.name.as_str()), (None, "a b"));
         let curves = read("{\"step\":1}\nnot a row\n{\"step\":-1}\n\n{\"step\":2}\n").unwrap();
         assert_eq!(curves.unreadable, Some((2, 2)));
+        let warning = curves.warning().unwrap();
+        assert!(warning.contains("metrics.jsonl:2: this is no row") && warning.ends_with("1 more like it"));
         assert_eq!(curves.last_step(), 2);
     }
 

@@ -2,7 +2,8 @@
 //! gradient and tokens/s.
 //!
 //! Training loss is faint where it is noisy, with its smoothed curve over it; held-out loss has points. A run alone has
-//! a colour for each of the two, several have a colour and a shape of points each.
+//! a colour for each of the two, several have a colour and a shape of points each, those after the eighth dashes too.
+//! Of more than four runs the smoothed curves alone are drawn.
 
 use std::path::Path;
 
@@ -10,19 +11,21 @@ use plotters::prelude::DrawingBackend;
 
 use super::axis::{Axis, most_of, wider};
 use super::curves::{Curves, Row, limits, smoothed, smoothed_if_noisy, thinned};
-use super::sheet::{self, Beside, Drawing, GRID, Ink, MUTED, Mark, RUNS, Sheet, TEXT, text_width};
+use super::sheet::{self, Beside, Dashes, Drawing, GRID, Ink, MUTED, Mark, RUNS, Sheet, TEXT, text_width};
 use crate::{Error, Result};
 
 const WIDTH: f64 = 900.0;
 /// The left and right ends of panels.
 const LEFT: f64 = 52.0;
-const RIGHT: f64 = WIDTH - 14.0;
+const RIGHT: f64 = WIDTH - 18.0;
 const LETTERS: f64 = 13.0;
 const SMALL_LETTERS: f64 = 11.5;
 /// More points than this aren't told apart in a panel.
 const MOST_POINTS: usize = 1600;
 /// Points with a mark, of a curve.
 const MOST_MARKS: usize = 30;
+/// The noise of more runs than this hides what is behind it.
+const MOST_NOISY: usize = 4;
 
 /// How much training loss is smoothed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,6 +70,7 @@ struct Picture {
 struct Entry {
     text: String,
     line: Option<(Ink, f64)>,
+    dashes: Dashes,
     mark: Option<(Mark, Ink)>,
     place: (f64, f64),
 }
@@ -86,12 +90,19 @@ struct Curve {
     stretches: Vec<Vec<(f64, f64)>>,
     ink: Ink,
     width: f64,
+    dashes: Dashes,
     mark: Option<Mark>,
 }
 
 impl Curve {
     fn whole(points: Vec<(f64, f64)>, ink: Ink, width: f64) -> Self {
-        Self { stretches: vec![thinned(points, MOST_POINTS)], ink, width, mark: None }
+        Self {
+            stretches: vec![thinned(points, MOST_POINTS)],
+            ink,
+            width,
+            dashes: Dashes::default(),
+            mark: None,
+        }
     }
 
     /// With a gap where a value is missing.
@@ -100,13 +111,24 @@ impl Curve {
         let points = |stretch: &[(f64, Option<f64>)]| {
             thinned(stretch.iter().filter_map(|&(x, y)| Some((x, y?))).collect(), MOST_POINTS)
         };
-        Self { stretches: there.map(points).collect(), ink, width, mark: None }
+        let stretches = there.map(points).collect();
+        Self { stretches, ink, width, dashes: Dashes::default(), mark: None }
+    }
+
+    /// What is drawn of a noisy curve: itself, or where there are many runs its smoothed one.
+    fn calm(runs: usize, series: &[(f64, Option<f64>)], ink: Ink, width: f64) -> Self {
+        let points: Vec<_> = series.iter().filter_map(|&(x, y)| Some((x, y?))).collect();
+        match smoothed_if_noisy(&points).filter(|_| runs > MOST_NOISY) {
+            Some(smooth) => Self::whole(smooth, ink, width),
+            None => Self::with_gaps(series, ink, width),
+        }
     }
 }
 
-/// The colour and the points of a run.
-fn look(index: usize) -> (Ink, Mark) {
-    (RUNS[index % RUNS.len()], Mark::ALL[(index + index / RUNS.len()) % Mark::ALL.len()])
+/// The colour, dashes and points of a run.
+fn look(index: usize) -> (Ink, Dashes, Mark) {
+    let (color, round) = (index % RUNS.len(), index / RUNS.len());
+    (RUNS[color], Dashes::of_round(round), Mark::ALL[(index + round) % Mark::ALL.len()])
 }
 
 impl Picture {
@@ -119,7 +141,7 @@ impl Picture {
         let (from, to) = x.ok_or_else(nothing)?;
         let mut kinds = Kinds::default();
         let loss = loss_panel(runs, smoothing, &mut kinds, Axis::of_steps(from, to, 10));
-        let x = || Axis::of_steps(from, to, 3);
+        let x = || Axis::of_steps(from, to, 4);
         let others = [
             small_panel(runs, "learning rate", |row| row.lr, limits, x()),
             small_panel(runs, "gradient norm", |row| row.grad_norm, most_of, x()),
@@ -135,10 +157,10 @@ impl Picture {
         if let Some(mut panel) = loss {
             panel.place = [LEFT, y, RIGHT, y + 300.0];
             panels.push(panel);
-            y += 300.0 + 52.0;
+            y += 300.0 + 68.0;
         }
         let share = WIDTH / others.len().max(1) as f64;
-        let height = if others.is_empty() { y - 12.0 } else { y + 110.0 + 26.0 };
+        let height = if others.is_empty() { y - 28.0 } else { y + 110.0 + 44.0 };
         for (n, mut panel) in others.into_iter().enumerate() {
             let start = n as f64 * share;
             panel.place = [start + LEFT, y, start + share - (WIDTH - RIGHT), y + 110.0];
@@ -157,6 +179,8 @@ fn nothing() -> Error {
 #[derive(Default)]
 struct Kinds {
     training: bool,
+    /// As it is, behind its smoothed curve.
+    noisy: bool,
     smoothed: bool,
     held_out: bool,
 }
@@ -165,30 +189,35 @@ fn loss_panel(runs: &[Curves], smoothing: Smoothing, kinds: &mut Kinds, x: Axis)
     let (mut behind, mut between, mut before) = (Vec::new(), Vec::new(), Vec::new());
     let mut range = None;
     for (index, run) in runs.iter().enumerate() {
-        let (ink, mark) = look(index);
+        let (ink, dashes, mark) = look(index);
         let raw = run.points(|row| row.loss);
         let smooth = match smoothing {
             Smoothing::Auto => smoothed_if_noisy(&raw),
             Smoothing::Steps(width) => (width > 1 && raw.len() > 2).then(|| smoothed(&raw, width)),
         };
-        range = wider(range, most_of(&raw));
         kinds.training |= !raw.is_empty();
         let series = run.series(|row| row.loss);
+        if smooth.is_none() || runs.len() <= MOST_NOISY {
+            range = wider(range, most_of(&raw));
+        }
         match smooth {
             Some(smooth) => {
                 kinds.smoothed = true;
                 range = wider(range, limits(&smooth));
-                behind.push(Curve::with_gaps(&series, ink.faint(), 1.0));
-                between.push(Curve::whole(smooth, ink, 1.75));
+                if runs.len() <= MOST_NOISY {
+                    kinds.noisy = true;
+                    behind.push(Curve::with_gaps(&series, ink.faint(), 1.0));
+                }
+                between.push(Curve { dashes, ..Curve::whole(smooth, ink, 1.75) });
             }
-            None => between.push(Curve::with_gaps(&series, ink, 1.5)),
+            None => between.push(Curve { dashes, ..Curve::with_gaps(&series, ink, 1.5) }),
         }
         let held_out = run.points(|row| row.val_loss);
         if !held_out.is_empty() {
             kinds.held_out = true;
             range = wider(range, limits(&held_out));
             let ink = if runs.len() == 1 { RUNS[1] } else { ink };
-            before.push(Curve { mark: Some(mark), ..Curve::whole(held_out, ink, 2.25) });
+            before.push(Curve { mark: Some(mark), dashes, ..Curve::whole(held_out, ink, 2.25) });
         }
     }
     let (low, high) = range?;
@@ -206,34 +235,45 @@ fn small_panel(
     range: fn(&[(f64, f64)]) -> Range,
     x: Axis,
 ) -> Option<Panel> {
-    let curve = |(index, run): (usize, &Curves)| Curve::with_gaps(&run.series(value), look(index).0, 1.25);
-    let (low, high) = runs.iter().map(|run| range(&run.points(value))).reduce(wider)??;
-    let y = Axis::of_values(low, high, 3, true);
-    let curves = runs.iter().enumerate().map(curve).collect();
+    let curve = |(index, run): (usize, &Curves)| {
+        let (ink, dashes, _) = look(index);
+        Curve { dashes, ..Curve::calm(runs.len(), &run.series(value), ink, 1.25) }
+    };
+    let curves: Vec<Curve> = runs.iter().enumerate().map(curve).collect();
+    let drawn = curves.iter().map(|curve| range(&curve.stretches.concat()));
+    let (low, high) = drawn.reduce(wider)??;
+    let y = Axis::of_values(low, high, 5, true);
     Some(Panel { title, letters: SMALL_LETTERS, x, y, curves, place: [0.0; 4] })
 }
 
 fn legend(runs: &[Curves], kinds: &Kinds) -> Vec<Entry> {
-    let entry = |text: &str, line, mark| Entry { text: text.into(), line, mark, place: (0.0, 0.0) };
+    let entry = |text: &str, line, mark| Entry {
+        text: text.into(),
+        line,
+        dashes: Dashes::default(),
+        mark,
+        place: (0.0, 0.0),
+    };
     let alone = runs.len() == 1;
     let mut entries: Vec<Entry> = match runs {
         [run] => vec![entry(&run.name, None, None)],
         _ => {
             let of_run = |(index, run): (usize, &Curves)| {
-                let (ink, mark) = look(index);
-                entry(&run.name, Some((ink, 2.25)), Some((mark, ink)))
+                let (ink, dashes, mark) = look(index);
+                let points = run.rows.values().any(|row| row.val_loss.is_some());
+                let mark = points.then_some((mark, ink));
+                Entry { dashes, ..entry(&run.name, Some((ink, 2.25)), mark) }
             };
             runs.iter().enumerate().map(of_run).collect()
         }
     };
     let (training, held_out) = if alone { (RUNS[0], RUNS[1]) } else { (MUTED, MUTED) };
-    match (kinds.training, kinds.smoothed) {
-        (true, true) => {
-            entries.push(entry("training", Some((training.faint(), 1.0)), None));
-            entries.push(entry("smoothed", Some((training, 1.75)), None));
-        }
-        (true, false) => entries.push(entry("training", Some((training, 1.5)), None)),
-        (false, _) => {}
+    if kinds.noisy {
+        entries.push(entry("training", Some((training.faint(), 1.0)), None));
+        entries.push(entry("smoothed", Some((training, 1.75)), None));
+    } else if kinds.training {
+        let text = if kinds.smoothed { "training, smoothed" } else { "training" };
+        entries.push(entry(text, Some((training, 1.75)), None));
     }
     if kinds.held_out {
         entries.push(entry("held out", Some((held_out, 2.25)), Some((Mark::Disc, held_out))));
@@ -284,7 +324,7 @@ impl Entry {
     fn draw<D: DrawingBackend>(&self, sheet: &Sheet<'_, D>) -> Result<(), String> {
         let (x, y) = self.place;
         if let Some((ink, width)) = self.line {
-            sheet.line(&[(x, y), (x + 26.0, y)], ink, width)?;
+            sheet.dashed(&[(x, y), (x + 26.0, y)], ink, width, self.dashes)?;
         }
         if let Some((mark, ink)) = self.mark {
             sheet.mark((x + 13.0, y), mark, ink)?;
@@ -313,13 +353,11 @@ impl Panel {
             sheet.text(text, (x, bottom + 6.0 + size / 2.0), size, TEXT, Beside::Middle)?;
         }
         sheet.line(&[(left, bottom), (right, bottom)], MUTED, 1.0)?;
-        if size == LETTERS {
-            sheet.text("step", ((left + right) / 2.0, bottom + 31.0), size, MUTED, Beside::Middle)?;
-        }
+        sheet.text("step", ((left + right) / 2.0, bottom + 2.4 * size), size, MUTED, Beside::Middle)?;
         for curve in &self.curves {
             for stretch in &curve.stretches {
                 let points: Vec<_> = stretch.iter().map(|&(x, y)| at(x, y)).collect();
-                sheet.line(&points, curve.ink, curve.width)?;
+                sheet.dashed(&points, curve.ink, curve.width, curve.dashes)?;
             }
         }
         // Points of one run aren't hidden by the line of another.

@@ -32,13 +32,15 @@ pub(super) const GRID: Ink = ink(0xE3E7EB, 0x2A3038);
 
 /// One a run: after Okabe and Ito, whose colours are told apart by all kinds of colour vision; some darker, to stand out
 /// from white.
-pub(super) const RUNS: [Ink; 6] = [
+pub(super) const RUNS: [Ink; 8] = [
     ink(0x0072B2, 0x58AEE6),
     ink(0xD55E00, 0xF58A45),
     ink(0x008F68, 0x35C796),
     ink(0xB0508E, 0xE192C4),
     ink(0x4A4F55, 0xC3C9D0),
     ink(0xC08000, 0xF0B840),
+    ink(0x1BA6C9, 0x7ADAF2),
+    ink(0x7A3B1D, 0xC99272),
 ];
 
 impl Ink {
@@ -53,6 +55,52 @@ impl Ink {
     fn color(self) -> RGBColor {
         let [r, g, b] = self.day;
         RGBColor(r, g, b)
+    }
+}
+
+/// Lengths of a line's dashes and of what is left out between them; whole by default.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct Dashes(Option<(f64, f64)>);
+
+impl Dashes {
+    /// Those that tell runs of one colour apart.
+    pub fn of_round(round: usize) -> Self {
+        Self([None, Some((8.0, 4.0)), Some((2.0, 4.0))][round % 3])
+    }
+
+    /// The pieces of a line that are drawn.
+    fn cut(self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
+        let Some((on, off)) = self.0 else { return vec![points.to_vec()] };
+        let (mut pieces, mut piece) = (Vec::new(), points.first().copied().into_iter().collect::<Vec<_>>());
+        let (mut draws, mut left) = (true, on);
+        for pair in points.windows(2) {
+            let (mut from, to) = (pair[0], pair[1]);
+            loop {
+                let length = (to.0 - from.0).hypot(to.1 - from.1);
+                if length < left {
+                    left -= length;
+                    if draws {
+                        piece.push(to);
+                    }
+                    break;
+                }
+                let part = left / length;
+                from = (from.0 + part * (to.0 - from.0), from.1 + part * (to.1 - from.1));
+                if draws {
+                    piece.push(from);
+                    pieces.push(std::mem::take(&mut piece));
+                } else {
+                    piece = vec![from];
+                }
+                draws = !draws;
+                left = if draws { on } else { off };
+            }
+        }
+        // A point alone is a dot.
+        if piece.len() > 1 || points.len() == 1 {
+            pieces.push(piece);
+        }
+        pieces
     }
 }
 
@@ -117,6 +165,11 @@ impl<D: DrawingBackend> Sheet<'_, D> {
         }
         let style = ink.color().stroke_width((width * self.scale).round().max(1.0) as u32);
         self.area.draw(&PathElement::new(places, style)).map_err(|e| e.to_string())
+    }
+
+    /// A line with dashes.
+    pub fn dashed(&self, points: &[(f64, f64)], ink: Ink, width: f64, dashes: Dashes) -> Drawn {
+        dashes.cut(points).iter().try_for_each(|piece| self.line(piece, ink, width))
     }
 
     fn disc(&self, place: (f64, f64), ink: Ink, radius: f64) -> Drawn {
@@ -247,5 +300,29 @@ pub(super) fn escape(text: &str, to: &mut String) {
             }
             c => to.push(c),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dashes_go_round_corners_and_a_point_alone_stays() {
+        let dashes = Dashes(Some((3.0, 1.0)));
+        let pieces = dashes.cut(&[(0.0, 0.0), (2.0, 0.0), (2.0, 4.0)]);
+        assert_eq!(pieces, [vec![(0.0, 0.0), (2.0, 0.0), (2.0, 1.0)], vec![(2.0, 2.0), (2.0, 4.0)]]);
+        assert_eq!(
+            [Dashes::default(), dashes].map(|dashes| dashes.cut(&[(1.0, 1.0)])),
+            [[[(1.0, 1.0)]], [[(1.0, 1.0)]]]
+        );
+        assert_eq!(Dashes::of_round(3), Dashes::default());
+    }
+
+    #[test]
+    fn text_is_safe_in_html_and_xml() {
+        let mut text = String::new();
+        escape("<a b='c'>&\u{1}é", &mut text);
+        assert_eq!(text, "&lt;a b=&#39;c&#39;&gt;&amp;\u{fffd}é");
     }
 }

@@ -86,10 +86,7 @@ fn add_run(page: &mut Page, root: &Path, config: Option<&SftConfig>, curves: Opt
     page.verdict = verdict(steps, facts.as_ref().and_then(|facts| facts.max_steps), curves);
     if let Some(curves) = curves {
         page.numbers = numbers(curves);
-        let lost = curves.unreadable.map(|(lines, first)| {
-            format!("`metrics.jsonl` has {lines} lines that are no rows, the first is line {first}")
-        });
-        page.warnings.extend(lost);
+        page.warnings.extend(curves.warning());
     }
     page.samples = samples(&root.join("samples.jsonl"));
     add_results(page, root, config, facts.as_ref(), steps);
