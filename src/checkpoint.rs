@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! output_dir/
-//!   configs/sft.toml             the resolved configuration
+//!   configs/sft.toml, run.json   the resolved configuration; what the run is
 //!   metrics.jsonl                a row a step
 //!   samples.jsonl                a row an answer, with `[sample]`
-//!   run.json, report.html        what the run is; the page about it
+//!   report.html                  the page about the run
+//!   curves.svg, curves.png       its picture, by `embertune plot`
 //!   .lock                        held by the run that writes here
 //!   logs/trainer.log
 //!   tensorboard/                 with `monitors.tensorboard`

@@ -6,11 +6,9 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::run::RunDir;
 use embertune::config;
@@ -29,7 +27,7 @@ fn data(dir: &RunDir) -> String {
 fn train(dir: &RunDir, out: &str, args: &[&str]) {
     let data = data(dir);
     let base = ["--output-dir", out, "--max-steps", "6", "--val.interval", "2", "--val.data.name", &data];
-    dir.sft(&[&base, &["--val.data.seq-len", "64", "--val.eval-on-start"], args].concat()).succeeds();
+    dir.sft(&[&base[..], &["--val.data.seq-len", "64", "--val.eval-on-start"], args].concat()).succeeds();
 }
 
 /// Rows as a run writes them, of a loss that falls from 5 to 2.
@@ -226,6 +224,23 @@ fn only_a_picture_of_ours_is_drawn_anew() {
     assert_ne!(dir.text("mine.svg"), first);
 }
 
+#[test]
+fn a_page_or_picture_that_a_user_made_is_left_alone() {
+    let dir = RunDir::new();
+    fs::create_dir(dir.path("out")).unwrap();
+    for file in ["report.html", "curves.png", "run.json"] {
+        dir.write(&format!("out/{file}"), "mine");
+    }
+    dir.write("out/samples.jsonl", "{\"answer\": \"mine\"}\n");
+    dir.sft(&[]).succeeds().says(&["no report: out/report.html", "is no page of a run"]);
+    assert!(dir.listing().contains("samples.jsonl.old"), "{}", dir.listing());
+    dir.sft(&["--ckpt.resume-step", "-1", "--max-steps", "3"]).succeeds();
+    dir.sft(&["--clean-output-dir"]).succeeds();
+    for file in ["report.html", "curves.png", "run.json"] {
+        assert_eq!(dir.text(&format!("out/{file}")), "mine", "{file}");
+    }
+}
+
 /// Holds that a page needs nothing else: it loads, runs and sends nothing.
 fn assert_self_contained(page: &str) {
     for word in [
@@ -330,7 +345,7 @@ fn a_job_has_a_page_of_its_own_that_leads_to_those_of_its_runs() {
 fn loaded(dir: &RunDir, args: &[&str]) -> config::SftConfig {
     let file = dir.path("run.toml").display().to_string();
     let out = dir.path("out").display().to_string();
-    let all = [&["@", &file, "--output-dir", &out], args].concat();
+    let all = [&["@", &file, "--output-dir", &out][..], args].concat();
     config::load(&all.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap().config
 }
 
@@ -476,6 +491,10 @@ fn a_command_is_told_every_row() {
 #[cfg(feature = "hub")]
 #[test]
 fn a_heartbeat_is_a_request_after_each_step() {
+    use std::io::Write;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     let dir = RunDir::new();
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/ping/abc", server.local_addr().unwrap());
@@ -514,7 +533,7 @@ fn what_cannot_be_told_is_said_once_and_stops_nothing() {
     let url = format!("http://{address}/");
     let command = r#"["no-such-program"]"#;
     let trained = |args: &[&str]| {
-        let ran = dir.sft(&[&["--max-steps", "8", "--clean-output-dir"], args].concat()).succeeds();
+        let ran = dir.sft(&[&["--max-steps", "8", "--clean-output-dir"][..], args].concat()).succeeds();
         assert_eq!(dir.rows("out").len(), 8);
         ran.stderr.lines().filter(|line| line.starts_with("warning: ")).map(String::from).collect::<Vec<_>>()
     };

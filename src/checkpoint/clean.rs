@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::{RunFolder, folder};
 use crate::config::{DataConfig, SftConfig};
+use crate::report::{is_page, is_picture};
 use crate::{Error, Result};
 
 impl RunFolder {
@@ -15,22 +16,11 @@ impl RunFolder {
             let entries = folder::entries(parent)?;
             own.extend(entries.into_iter().filter(|(name, path)| folder::is_own(name, path)).map(|(_, p)| p));
         }
+        let rows = ["metrics.jsonl", "metrics.jsonl.partial", "samples.jsonl", "samples.jsonl.partial"];
         let files = [
-            (self.root.join("configs"), &["sft.toml", "sft.dry-run.toml"][..]),
+            (self.root.join("configs"), &["sft.toml", "sft.dry-run.toml", "run.json"][..]),
             (self.root.join("logs"), &["trainer.log", "monitor.log"]),
-            (
-                self.root.clone(),
-                &[
-                    "metrics.jsonl",
-                    "metrics.jsonl.partial",
-                    "samples.jsonl",
-                    "samples.jsonl.partial",
-                    "run.json",
-                    "report.html",
-                    "curves.svg",
-                    "curves.png",
-                ],
-            ),
+            (self.root.clone(), &rows),
         ];
         for (parent, names) in files {
             for (name, path) in folder::entries(&parent)? {
@@ -39,6 +29,12 @@ impl RunFolder {
                     own.push(path);
                 }
             }
+        }
+        let [page, svg, png] = ["report.html", "curves.svg", "curves.png"].map(|name| self.root.join(name));
+        own.extend(Some(page).filter(|page| is_page(page)));
+        if is_picture(&svg) {
+            own.push(svg);
+            own.extend(Some(png).filter(|png| png.is_file()));
         }
         let events = folder::entries(&self.root.join("tensorboard"))?;
         own.extend(

@@ -1,7 +1,6 @@
 //! `embertune plot`: the curves of runs as a picture, and the page about a run made anew.
 
 use std::fs;
-use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -111,11 +110,9 @@ fn out_files(out: Option<&Path>, named: &[(Option<&str>, PathBuf)]) -> [PathBuf;
 
 /// Earlier pictures are drawn anew; anything else is left alone. The PNG is known by the SVG beside it.
 fn assert_free(vector: &Path, pixels: &Path) -> Result<()> {
-    let mut start = Vec::new();
-    let taken = match fs::File::open(vector).and_then(|file| file.take(1000).read_to_end(&mut start)) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => pixels.exists().then_some(pixels),
-        Err(e) => return Err(Error::io(vector, "read", e)),
-        Ok(_) => (!is_picture(&start)).then_some(vector),
+    let taken = match vector.exists() {
+        true => (!is_picture(vector)).then_some(vector),
+        false => pixels.exists().then_some(pixels),
     };
     let Some(file) = taken else { return Ok(()) };
     Err(Error::Usage {
@@ -135,7 +132,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let run = folder.path().join("lr=1e-4");
         fs::create_dir(&run).unwrap();
-        assert_eq!(name_and_path(run.to_str().unwrap()), (None, run));
+        assert_eq!(name_and_path(run.to_str().unwrap()), (None, run.clone()));
     }
 
     #[test]

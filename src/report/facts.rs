@@ -1,4 +1,4 @@
-//! `run.json`: what a run is, beside its configuration and its rows: model, device, data, and the machine that it
+//! `configs/run.json`: what a run is, beside its configuration and its rows: model, device, data, and the machine that it
 //! trained on. The page about a run is made from it.
 
 use std::path::{Path, PathBuf};
@@ -90,8 +90,8 @@ impl RunFacts {
         serde_json::from_slice(&std::fs::read(root.join(Self::FILE)).ok()?).ok()
     }
 
-    /// The name of the file.
-    pub const FILE: &'static str = "run.json";
+    /// The file in a run's folder.
+    pub const FILE: &'static str = "configs/run.json";
 }
 
 /// `Debian GNU/Linux 12`, where the system says; else `linux`.
@@ -131,12 +131,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let info = RunInfo { model: "a/b".into(), max_steps: Some(3), ..RunInfo::default() };
         let facts = RunFacts::new(&info, 1, Path::new("base"), &DataReport::default());
+        std::fs::create_dir(folder.path().join("configs")).unwrap();
         facts.write(folder.path()).unwrap();
         assert_eq!(RunFacts::read(folder.path()).unwrap(), facts);
-        std::fs::write(folder.path().join("run.json"), "{\"model\": \"x\", \"of_a_later_version\": 1}")
+        std::fs::write(folder.path().join(RunFacts::FILE), "{\"model\": \"x\", \"of_a_later_version\": 1}")
             .unwrap();
         assert_eq!(RunFacts::read(folder.path()).unwrap().model, "x");
-        std::fs::write(folder.path().join("run.json"), "{").unwrap();
+        std::fs::write(folder.path().join(RunFacts::FILE), "{").unwrap();
         assert_eq!(RunFacts::read(folder.path()), None);
     }
 }

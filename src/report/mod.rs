@@ -20,7 +20,7 @@ pub use curves::{Curves, Row, distinct_names, name_of_folder, run_folders};
 pub use facts::RunFacts;
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
 pub use monitors::Monitors;
-pub use page::{Page, RunLine, duration, shell_quoted};
+pub use page::{Page, RunLine, duration, is_page, shell_quoted};
 pub use plain::{LineFormat, Plain, thousands};
 pub use plot::{Smoothing, is_picture, svg, write_png};
 

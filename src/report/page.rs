@@ -1,6 +1,9 @@
 //! `report.html`: one page about a run that needs nothing else, no other file, no network, no script.
 
 use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 
 use super::sheet::escape;
 use crate::config::Difference;
@@ -94,7 +97,7 @@ impl Page {
     /// The page as HTML.
     pub fn html(&self) -> String {
         let mut html = Html(String::new());
-        html.raw("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
+        html.raw("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n").raw(GENERATOR);
         // Nothing is loaded, whatever a prompt may hold.
         html.raw(
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; \
@@ -221,6 +224,21 @@ impl Page {
             .element("pre", &self.config)
             .raw("</details>\n");
     }
+}
+
+/// Whether a file is such a page.
+pub fn is_page(path: &Path) -> bool {
+    start_of(path).is_some_and(|start| start.contains(GENERATOR))
+}
+
+/// What a page is known by.
+const GENERATOR: &str = "<meta name=\"generator\" content=\"embertune\">\n";
+
+/// The first letters of a file, where it can be read.
+pub(super) fn start_of(path: &Path) -> Option<String> {
+    let mut start = Vec::new();
+    File::open(path).ok()?.take(1000).read_to_end(&mut start).ok()?;
+    Some(String::from_utf8_lossy(&start).into_owned())
 }
 
 /// An argument as a shell takes it.

@@ -11,6 +11,7 @@ use plotters::prelude::DrawingBackend;
 
 use super::axis::{Axis, most_of, wider};
 use super::curves::{Curves, Row, limits, smoothed, smoothed_if_noisy, thinned};
+use super::page::start_of;
 use super::sheet::{self, Beside, Dashes, Drawing, GRID, Ink, MUTED, Mark, RUNS, Sheet, TEXT, text_width};
 use crate::{Error, Result};
 
@@ -46,10 +47,9 @@ pub fn svg(runs: &[Curves], smoothing: Smoothing) -> Result<String> {
     sheet::svg(&Picture::new(runs, smoothing)?, &format!("Loss curves of {}", names.join(", ")))
 }
 
-/// Whether a file that begins like this is such an SVG.
-pub fn is_picture(start: &[u8]) -> bool {
-    let start = String::from_utf8_lossy(start);
-    start.starts_with("<svg ") && start.contains(sheet::CLASS)
+/// Whether a file is such an SVG.
+pub fn is_picture(path: &Path) -> bool {
+    start_of(path).is_some_and(|start| start.starts_with("<svg ") && start.contains(sheet::CLASS))
 }
 
 /// The picture as a PNG, 1800 pixels wide.

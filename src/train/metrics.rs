@@ -108,8 +108,8 @@ impl MetricsFile {
     }
 }
 
-/// Cuts the rows of later steps than `step` out of a file of rows, and those that a kill cut off. Where the file as it
-/// was can still be read: it stays if later rows are cut.
+/// Cuts the rows of later steps than `step` out of a file of rows, and what is no row. Where the file as it was can still
+/// be read: it stays if more is cut than a last line that a kill cut off.
 pub(super) fn cut_after(path: &Path, step: usize) -> Result<Option<PathBuf>> {
     let old = match fs::read_to_string(path) {
         Ok(text) => text,
@@ -119,7 +119,10 @@ pub(super) fn cut_after(path: &Path, step: usize) -> Result<Option<PathBuf>> {
     let step_of = |line: &str| serde_json::from_str::<Value>(line).ok()?["step"].as_u64();
     let stays = |line: &&str| step_of(line).is_some_and(|s| s as usize <= step);
     let mut copy = None;
-    if old.lines().any(|line| step_of(line).is_some_and(|s| s as usize > step)) {
+    let whole = old.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    if !whole.lines().all(|line| stays(&line))
+        || step_of(&old[whole.len()..]).is_some_and(|s| s as usize > step)
+    {
         let free = folder::free_name(path);
         fs::write(&free, &old).map_err(|e| Error::io(&free, "write", e))?;
         copy = Some(free);

@@ -8,18 +8,26 @@ use crate::checkpoint::folder;
 use crate::config::{self, Loaded, SftConfig};
 use crate::data::DataReport;
 use crate::report::{
-    Curves, Event, Page, Report, Row, RunFacts, RunLine, Smoothing, duration, name_of_folder, run_folders,
-    shell_quoted, svg, thousands,
+    Curves, Event, Page, Report, Row, RunFacts, RunLine, Smoothing, duration, is_page, name_of_folder,
+    run_folders, shell_quoted, svg, thousands,
 };
 use crate::{Error, Result};
 
 /// Writes `report.html` of the run or job in `root`, and returns its path.
 ///
 /// # Errors
-/// No run has ever been here, or the file can't be written.
+/// No run has ever been here; what is called `report.html` is no such page; the file can't be written.
 pub fn write_page(root: &Path) -> Result<PathBuf> {
     let text = page(root)?.html();
     let path = root.join("report.html");
+    if path.exists() && !is_page(&path) {
+        let message = "the file is there already, and is no page of a run";
+        return Err(Error::checkpoint(
+            &path,
+            message,
+            "rename it; `embertune plot RUN --page` makes the page then",
+        ));
+    }
     fs::write(&path, text).map_err(|e| Error::io(&path, "write", e))?;
     Ok(path)
 }
@@ -35,7 +43,11 @@ pub(super) fn tell(root: &Path, report: &mut dyn Report) {
 
 /// An error as a warning.
 pub(super) fn warn<T>(report: &mut dyn Report, result: Result<T>) -> Option<T> {
-    result.inspect_err(|error| report.event(&Event::Warning(format!("no report: {error}")))).ok()
+    let told = |error: &Error| {
+        let hint = error.hint().map(|hint| format!(" ({hint})")).unwrap_or_default();
+        Event::Warning(format!("no report: {error}{hint}"))
+    };
+    result.inspect_err(|error| report.event(&told(error))).ok()
 }
 
 fn page(root: &Path) -> Result<Page> {
