@@ -339,6 +339,7 @@ impl<'a> Job<'a> {
     /// After the last step of the last run.
     fn finish(mut self, report: &mut dyn Report) -> Result<Summary> {
         self.ranks.wait()?;
+        self.write_page(report);
         let mut summary = match &self.ended[..] {
             [(name, only)] if name.is_empty() => only.clone(),
             _ => Summary { runs: std::mem::take(&mut self.ended), ..Summary::default() },
@@ -346,7 +347,6 @@ impl<'a> Job<'a> {
         summary.rank_runs();
         summary.seconds = self.started.elapsed().as_secs_f64();
         summary.peak_bytes = peak_process_bytes();
-        self.write_page(report);
         report.finish(&summary);
         if self.failed.is_empty() {
             return Ok(summary);
