@@ -335,6 +335,9 @@ fn a_job_has_a_page_of_its_own_that_leads_to_those_of_its_runs() {
         assert_self_contained(&page);
         assert!(page.contains("lora_adapters"));
     }
+    for text in ["adapter of ", "All of them. Go on training", "embertune merge --base "] {
+        assert!(page.contains(text), "{text} in {page}");
+    }
     let names = texts(&page);
     assert!(names.contains(&"low") && names.contains(&"high"), "{names:?}");
     dir.run(&["plot", "out"]).succeeds();

@@ -140,8 +140,9 @@ impl Page {
             return;
         }
         html.heading("Runs").raw("<div class=\"wide\"><table>\n<tr>");
-        for column in ["run", "steps", "last loss", "held-out loss"] {
-            html.element("th scope=\"col\"", column);
+        html.element("th scope=\"col\"", "run");
+        for column in ["steps", "last loss", "held-out loss"] {
+            html.element("th scope=\"col\" class=\"number\"", column);
         }
         html.raw("</tr>\n");
         let number = |value: Option<f64>| value.map_or("–".into(), |value| format!("{value:.4}"));

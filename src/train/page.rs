@@ -101,7 +101,11 @@ fn add_run(page: &mut Page, root: &Path, config: Option<&SftConfig>, curves: Opt
         page.warnings.extend(curves.warning());
     }
     page.samples = samples(&root.join("samples.jsonl"));
-    add_results(page, root, config, facts.as_ref(), steps);
+    add_results(page, root, config, facts.as_ref(), None);
+    if page.results.iter().any(|(what, _)| what == "checkpoint") {
+        let stopped = facts.as_ref().and_then(|facts| facts.max_steps).is_none_or(|max| steps < max);
+        page.commands.extend(go_on(root, config, facts.as_ref(), steps, stopped));
+    }
     if let Some(facts) = facts {
         add_facts(page, facts);
     }
@@ -171,15 +175,20 @@ fn samples(path: &Path) -> Vec<(String, Vec<(usize, String)>)> {
     all
 }
 
-/// What was saved, and what to do with it.
+/// What was saved, and what to do with it: of a run alone, or of one of a job by its name.
 fn add_results(
     page: &mut Page,
     root: &Path,
     config: Option<&SftConfig>,
     facts: Option<&RunFacts>,
-    steps: usize,
+    name: Option<&str>,
 ) {
-    let saves = config.and_then(|config| config.ckpt.as_ref()?.output_dir.clone()).unwrap_or(root.into());
+    let root = &if is_here(facts) { root.into() } else { fs::canonicalize(root).unwrap_or(root.into()) };
+    let saves = match config.and_then(|config| config.ckpt.as_ref()?.output_dir.as_ref()) {
+        Some(saves) if is_here(facts) => saves.clone(),
+        Some(saves) => facts.map_or(saves.clone(), |facts| facts.folder.join(saves)),
+        None => root.clone(),
+    };
     let newest = |kind: &str| {
         let parent = saves.join(kind);
         let step = folder::steps(&parent).ok()?.into_iter().next_back()?;
@@ -187,7 +196,10 @@ fn add_results(
     };
     let quoted = |path: &Path| shell_quoted(&path.display().to_string());
     let base = facts.map(|facts| quoted(&facts.base)).unwrap_or_else(|| "BASE".into());
-    let mut result = |what: &str, path: &Path| page.results.push((what.into(), path.display().to_string()));
+    let of = name.map(|name| format!(" of {name}")).unwrap_or_default();
+    let mut result = |what: &str, path: &Path| {
+        page.results.push((format!("{what}{of}"), path.display().to_string()));
+    };
     let mut commands = Vec::new();
     let adapter = newest("weights").map(|step| step.join("lora_adapters")).filter(|path| path.exists());
     match (adapter, newest("weights")) {
@@ -197,10 +209,8 @@ fn add_results(
             commands.push(("Ask it:", format!("embertune generate --model {base} --adapter {from}")));
             let merge = format!("embertune merge --base {base} --adapter {from} --out {to}");
             commands.push(("Merge it into the base model:", merge));
-            commands.push((
-                "See which servers take it as it is:",
-                format!("embertune lint {from} --base {base}"),
-            ));
+            let lint = format!("embertune lint {from} --base {base}");
+            commands.push(("See which servers take it as it is:", lint));
         }
         (None, Some(weights)) => {
             result("weights", &weights);
@@ -210,9 +220,13 @@ fn add_results(
     }
     if let Some(checkpoint) = newest("checkpoints") {
         result("checkpoint", &checkpoint);
-        commands.extend(go_on(root, config, facts, steps));
     }
     page.commands.extend(commands.into_iter().map(|(what, command)| (what.into(), command)));
+}
+
+/// Whether paths are the same here as where the run was started.
+fn is_here(facts: Option<&RunFacts>) -> bool {
+    facts.is_none_or(|facts| std::env::current_dir().is_ok_and(|here| here == facts.folder))
 }
 
 /// The command that goes on from the newest checkpoint, with the file that the run wrote.
@@ -221,21 +235,23 @@ fn go_on(
     config: Option<&SftConfig>,
     facts: Option<&RunFacts>,
     steps: usize,
-) -> Option<(&'static str, String)> {
-    let file = shell_quoted(&root.join("configs").join("sft.toml").display().to_string());
+    stopped: bool,
+) -> Option<(String, String)> {
+    let file = root.join("configs").join("sft.toml");
+    let file = if is_here(facts) { file } else { fs::canonicalize(&file).unwrap_or(file) };
+    let file = shell_quoted(&file.display().to_string());
     let mut command = format!("embertune sft @ {file} --ckpt.resume-step -1");
     if config?.clean_output_dir {
         command += " --no-clean-output-dir";
     }
-    let stopped = facts.and_then(|facts| facts.max_steps).is_none_or(|max| steps < max);
     if stopped {
-        return Some(("Go on where it stopped:", command));
+        return Some(("Go on where it stopped:".into(), command));
     }
     command += &match (config?.num_epochs, config?.max_steps) {
         (Some(epochs), None) => format!(" --num-epochs {}", 2 * epochs),
         _ => format!(" --max-steps {}", 2 * steps),
     };
-    Some(("Go on training, to twice the length:", command))
+    Some(("Go on training, to twice the length:".into(), command))
 }
 
 fn add_facts(page: &mut Page, facts: RunFacts) {
@@ -293,36 +309,37 @@ fn data(report: &DataReport) -> Vec<(String, String)> {
     rows.map(|(name, value)| (name.into(), value)).into()
 }
 
-/// The table of a job's runs, the best first, and the curves of all of them.
+/// The table of a job's runs, the best first, the curves of all of them, and the result of the best.
 fn add_job(page: &mut Page, root: &Path, config: Option<&SftConfig>, folders: &[PathBuf]) {
-    let mut all = Vec::new();
+    let (mut all, mut stopped) = (Vec::new(), false);
     for path in folders {
-        let name = name_of_folder(path);
-        let curves = Curves::read(&path.join("metrics.jsonl"), &name).ok();
-        let last = |value: fn(&Row) -> Option<f64>| Some(curves.as_ref()?.points(value).last()?.1);
-        page.runs.push(RunLine {
-            link: format!("runs/{}/report.html", url_encoded(&name)),
-            name,
-            steps: curves.as_ref().map_or(0, Curves::last_step),
-            loss: last(|row| row.loss),
-            val_loss: last(|row| row.val_loss),
-        });
+        let (line, curves) = run_line(path);
+        let end = RunFacts::read(path).and_then(|facts| facts.max_steps);
+        stopped |= end.is_none_or(|end| line.steps < end);
+        page.runs.push(line);
         all.extend(curves);
     }
+    let steps = page.runs.iter().map(|run| run.steps).max().unwrap_or(0);
     let key = |run: &RunLine| run.val_loss.or(run.loss).unwrap_or(f64::INFINITY);
     page.runs.sort_by(|a, b| key(a).total_cmp(&key(b)));
-    page.verdict = match page.runs.first() {
-        Some(best) if key(best).is_finite() => {
-            format!("{} runs, of which {} is the best.", folders.len(), best.name)
-        }
-        _ => format!("{} runs.", folders.len()),
-    };
-    let facts = folders.iter().find_map(|folder| RunFacts::read(folder));
-    if folders.iter().any(|run| folder::steps(&run.join("checkpoints")).is_ok_and(|steps| !steps.is_empty()))
-    {
-        let next =
-            go_on(root, config, None, 0).map(|(_, command)| ("Go on with all of them:".into(), command));
-        page.commands.extend(next);
+    page.verdict = format!("{} runs.", folders.len());
+    let mut facts = None;
+    if let Some(name) = page.runs.first().filter(|run| key(run).is_finite()).map(|run| run.name.clone()) {
+        page.verdict = format!("{} runs, of which {name} is the best.", folders.len());
+        let best = root.join("runs").join(&name);
+        facts = RunFacts::read(&best);
+        add_results(
+            page,
+            &best,
+            add_config(&mut Page::default(), &best).as_ref(),
+            facts.as_ref(),
+            Some(&name),
+        );
+    }
+    let saved = |run: &PathBuf| folder::steps(&run.join("checkpoints")).is_ok_and(|steps| !steps.is_empty());
+    if folders.iter().any(saved) {
+        let next = go_on(root, config, facts.as_ref(), steps, stopped);
+        page.commands.extend(next.map(|(what, command)| (format!("All of them. {what}"), command)));
     }
     if let Some(facts) = facts {
         add_facts(page, RunFacts { warnings: Vec::new(), ..facts });
@@ -332,6 +349,21 @@ fn add_job(page: &mut Page, root: &Path, config: Option<&SftConfig>, folders: &[
     }
     let curves = if all.is_empty() { Err(Error::train("no run has a row yet", "")) } else { Ok(all) };
     add_curves(page, curves);
+}
+
+/// What the table says of a run, and its curves where it has any.
+fn run_line(path: &Path) -> (RunLine, Option<Curves>) {
+    let name = name_of_folder(path);
+    let curves = Curves::read(&path.join("metrics.jsonl"), &name).ok();
+    let last = |value: fn(&Row) -> Option<f64>| Some(curves.as_ref()?.points(value).last()?.1);
+    let line = RunLine {
+        link: format!("runs/{}/report.html", url_encoded(&name)),
+        name,
+        steps: curves.as_ref().map_or(0, Curves::last_step),
+        loss: last(|row| row.loss),
+        val_loss: last(|row| row.val_loss),
+    };
+    (line, curves)
 }
 
 /// A name in a link: what isn't a letter or digit of ASCII, by its bytes.
