@@ -123,7 +123,9 @@ fn two_runs_are_one_picture() {
     assert_eq!(found.iter().filter(|t| **t == "step").count(), 4, "each panel says what it is over");
     for color in ["#0072B2", "#D55E00"] {
         // Training, held out, three small panels, the legend.
-        let lines = svg.matches(&format!("stroke=\"{color}\"")).count();
+        let of_run =
+            |line: &&str| line.starts_with("<polyline") && line.contains(&format!("stroke=\"{color}\""));
+        let lines = svg.lines().filter(of_run).count();
         assert_eq!(lines, 6, "{color} in {svg}");
         let marks = svg
             .lines()

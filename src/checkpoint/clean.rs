@@ -36,7 +36,8 @@ impl RunFolder {
             own.push(svg);
             own.extend(Some(png).filter(|png| png.is_file()));
         }
-        let events = folder::entries(&self.root.join("tensorboard"))?;
+        let events = self.root.join("tensorboard");
+        let events = if events.is_dir() { folder::entries(&events)? } else { Vec::new() };
         own.extend(
             events.into_iter().filter(|(name, _)| name.starts_with("events.out.tfevents.")).map(|(_, p)| p),
         );
@@ -85,7 +86,8 @@ impl RunFolder {
             }
         }
         let inner = ["configs", "logs", "tensorboard"].map(|name| self.root.join(name));
-        for parent in [&self.checkpoints, &self.weights].into_iter().chain(&inner) {
+        let inner = inner.iter().filter(|path| path.is_dir());
+        for parent in [&self.checkpoints, &self.weights].into_iter().chain(inner) {
             let left = folder::entries(parent)?;
             match left.first() {
                 None => drop(fs::remove_dir(parent)), // not there, or a link: both are fine
