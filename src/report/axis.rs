@@ -82,6 +82,7 @@ fn written(value: f64, distance: f64) -> String {
         let power = value.abs().log10().floor() as i32;
         let unit = 10f64.powi(power);
         let text = format!("{:.*}", digits(distance / unit), value / unit);
+        let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
         // 9.99… of a power is the next one.
         return if text.starts_with("10") { format!("1e{}", power + 1) } else { format!("{text}e{power}") };
     }

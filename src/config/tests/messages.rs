@@ -155,6 +155,19 @@ fn refused_keys_give_reason_and_way_out() {
 }
 
 #[test]
+fn monitors_are_checked_before_a_run() {
+    assert!(told("[monitors]\ncommand = [\"\"]").contains("`monitors.command` begins with an empty word"));
+    assert!(
+        told("[monitors.file]\npath = \"x\"").contains("`metrics.jsonl` is always written"),
+        "prime-rl's key for it"
+    );
+    #[cfg(feature = "hub")]
+    for text in ["[heartbeat]", "[heartbeat]\nurl = \"example.com\"", "[heartbeat]\nurl = \"ftp://x\""] {
+        assert!(told(text).contains("wanted a URL"), "{}", told(text));
+    }
+}
+
+#[test]
 fn every_key_of_prime_rl_is_taken_or_refused() {
     let reference = reference::Reference::new();
     let keys = "model tokenizer data optim scheduler log val ckpt wandb output_dir clean_output_dir max_steps \
