@@ -49,11 +49,11 @@ fn texts(svg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// How many pixels of a PNG (8 bits of red, green and blue) have a colour, and how wide it is.
-fn pixels(png: &[u8], color: [u8; 3]) -> (usize, u32) {
+/// The places of a colour in a PNG (8 bits of red, green and blue).
+fn pixels(png: &[u8], color: [u8; 3]) -> Vec<(usize, usize)> {
     assert_eq!(png[..8], *b"\x89PNG\r\n\x1a\n");
     let word = |at: usize| u32::from_be_bytes(png[at..at + 4].try_into().unwrap());
-    let width = word(16);
+    assert_eq!(word(16), 1800, "twice as wide as it is meant to be seen");
     assert_eq!((png[24], png[25], png[28]), (8, 2, 0), "8 bits of RGB, not interlaced");
     let (mut at, mut packed) = (8, Vec::new());
     while at < png.len() {
@@ -65,9 +65,9 @@ fn pixels(png: &[u8], color: [u8; 3]) -> (usize, u32) {
     }
     let mut bytes = Vec::new();
     flate2::read::ZlibDecoder::new(&packed[..]).read_to_end(&mut bytes).unwrap();
-    let stride = 3 * width as usize;
-    let (mut above, mut found) = (vec![0u8; stride], 0);
-    for line in bytes.chunks(1 + stride) {
+    let stride = 3 * 1800;
+    let (mut above, mut found) = (vec![0u8; stride], Vec::new());
+    for (y, line) in bytes.chunks(1 + stride).enumerate() {
         let mut row = line[1..].to_vec();
         for i in 0..stride {
             let left = if i < 3 { 0 } else { row[i - 3] };
@@ -80,10 +80,11 @@ fn pixels(png: &[u8], color: [u8; 3]) -> (usize, u32) {
                 _ => paeth(left, above[i], corner),
             });
         }
-        found += row.chunks(3).filter(|pixel| **pixel == color).count();
+        let of_color = row.chunks(3).enumerate().filter(|(_, pixel)| **pixel == color);
+        found.extend(of_color.map(|(x, _)| (x, y)));
         above = row;
     }
-    (found, width)
+    found
 }
 
 fn paeth(left: u8, above: u8, corner: u8) -> u8 {
@@ -135,14 +136,25 @@ fn two_runs_are_one_picture() {
     }
     let png = dir.bytes("pictures/both.png");
     for color in [BLUE, ORANGE] {
-        let (count, width) = pixels(&png, color);
-        assert!(count > 2000 && width == 1800, "{count} pixels of {color:?}, {width} wide");
+        let count = pixels(&png, color).len();
+        assert!(count > 2000, "{count} pixels of {color:?}");
     }
     // A run's own folder is where the picture of it alone goes, as a part of the run.
     dir.run(&["plot", "lora"]).succeeds();
     assert!(dir.text("lora/curves.svg").contains("held out") && dir.path("lora/curves.png").exists());
     train(&dir, "lora", &["--clean-output-dir"]);
     assert!(!dir.path("lora/curves.svg").exists() && !dir.path("lora/curves.png").exists());
+}
+
+#[test]
+fn sharp_corners_stay_in_their_panel() {
+    let dir = RunDir::new();
+    write_rows(&dir, "out", 20_000);
+    dir.run(&["plot", "out"]).succeeds();
+    // The faint blue of noisy training loss; its panel ends 354 pixels from the top, half as many as the PNG has.
+    let noise = pixels(&dir.bytes("out/curves.png"), [173, 210, 230]);
+    let lowest = noise.iter().map(|place| place.1).max().unwrap();
+    assert!(noise.len() > 20_000 && lowest <= 2 * 354 + 2, "{} pixels, down to {lowest}", noise.len());
 }
 
 #[test]

@@ -147,6 +147,9 @@ pub(super) struct Sheet<'a, D: DrawingBackend> {
     area: &'a DrawingArea<D, Shift>,
     /// Pixels of the backend, which knows whole ones only, in one of ours.
     scale: f64,
+    /// Whether the backend joins the pieces of a line well. That of pixels lets sharp corners grow into spikes, so it gets
+    /// the pieces one by one.
+    joins: bool,
     /// How much lower than the backend puts them letters have to be, as a part of their size.
     lower: f64,
 }
@@ -163,8 +166,23 @@ impl<D: DrawingBackend> Sheet<'_, D> {
         if let [(x, y)] = places[..] {
             return self.disc((f64::from(x) / self.scale, f64::from(y) / self.scale), ink, width.max(1.5));
         }
-        let style = ink.color().stroke_width((width * self.scale).round().max(1.0) as u32);
-        self.area.draw(&PathElement::new(places, style)).map_err(|e| e.to_string())
+        let thickness = (width * self.scale).round().max(1.0) as u32;
+        let style = ink.color().stroke_width(thickness);
+        let draw = |places: &[(i32, i32)]| {
+            self.area.draw(&PathElement::new(places.to_vec(), style)).map_err(|e| e.to_string())
+        };
+        if self.joins || places.len() == 2 {
+            return draw(&places[..]);
+        }
+        places.windows(2).try_for_each(draw)?;
+        if thickness > 2 {
+            let corner = |place: &(i32, i32)| {
+                let disc = Circle::new(*place, thickness as i32 / 2, ink.color().filled());
+                self.area.draw(&disc).map_err(|e| e.to_string())
+            };
+            places.iter().try_for_each(corner)?;
+        }
+        Ok(())
     }
 
     /// A line with dashes.
@@ -237,7 +255,7 @@ pub(super) fn svg(drawing: &impl Drawing, title: &str) -> Result<String> {
     let (width, height) = drawing.size();
     let mut text = String::new();
     let area = SVGBackend::with_string(&mut text, (width * SCALE, height * SCALE)).into_drawing_area();
-    let drawn = draw_on(&area, drawing, f64::from(SCALE), 0.1);
+    let drawn = draw_on(&area, drawing, f64::from(SCALE), true);
     drop(area);
     drawn.map_err(|e| Error::train(format!("the curves can't be drawn: {e}"), ""))?;
     let fine = format!("width=\"{}\" height=\"{}\"", width * SCALE, height * SCALE);
@@ -254,7 +272,7 @@ pub(super) fn write_png(drawing: &impl Drawing, path: &std::path::Path) -> Resul
     load_font();
     let (width, height) = drawing.size();
     let area = BitMapBackend::new(path, (width * SCALE, height * SCALE)).into_drawing_area();
-    draw_on(&area, drawing, f64::from(SCALE), 0.2)
+    draw_on(&area, drawing, f64::from(SCALE), false)
         .map_err(|text| Error::io(path, "write", std::io::Error::other(text)))
 }
 
@@ -262,10 +280,11 @@ fn draw_on<D: DrawingBackend>(
     area: &DrawingArea<D, Shift>,
     drawing: &impl Drawing,
     scale: f64,
-    lower: f64,
+    vector: bool,
 ) -> Drawn {
     area.fill(&PAPER.color()).map_err(|e| e.to_string())?;
-    drawing.draw(&Sheet { area, scale, lower })?;
+    let lower = if vector { 0.1 } else { 0.2 };
+    drawing.draw(&Sheet { area, scale, joins: vector, lower })?;
     area.present().map_err(|e| e.to_string())
 }
 
