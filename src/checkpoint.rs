@@ -2,10 +2,14 @@
 //!
 //! ```text
 //! output_dir/
-//!   configs/sft.toml             the resolved configuration
+//!   configs/sft.toml, run.json   the resolved configuration; what the run is
 //!   metrics.jsonl                a row a step
+//!   samples.jsonl                a row an answer, with `[sample]`
+//!   report.html                  the page about the run
+//!   curves.svg, curves.png       its picture, by `embertune plot`
 //!   .lock                        held by the run that writes here
 //!   logs/trainer.log
+//!   tensorboard/                 with `monitors.tensorboard`
 //!   checkpoints/step_N/          after N steps:
 //!     trainable.safetensors        the trainable parameters (of a LoRA run: megabytes)
 //!     optimizer.safetensors        the optimizer's state, `PARAMETER.exp_avg` and so on
@@ -144,6 +148,11 @@ impl RunFolder {
         self.root.join("metrics.jsonl")
     }
 
+    /// The row-an-answer file.
+    pub fn samples(&self) -> PathBuf {
+        self.root.join("samples.jsonl")
+    }
+
     /// The log file.
     pub fn log(&self) -> PathBuf {
         self.root.join("logs").join("trainer.log")
@@ -184,8 +193,8 @@ impl RunFolder {
         match start {
             Start::Resume { step, .. } => {
                 let skip = config.ckpt.as_ref().is_some_and(|c| c.skip_progress);
-                if skip && self.metrics().exists() {
-                    folder::set_aside(&self.metrics())?;
+                if skip {
+                    self.set_rows_aside()?;
                 }
                 self.set_later_aside(if skip { 0 } else { *step }, note)
             }
@@ -194,9 +203,7 @@ impl RunFolder {
                     let place = self.checkpoints.display();
                     note(format!("no checkpoint in `{place}`: starting from the beginning"));
                 }
-                if self.metrics().exists() {
-                    folder::set_aside(&self.metrics())?;
-                }
+                self.set_rows_aside()?;
                 // Only with `resume_step = -1` and no checkpoint: weights that were saved before a kill.
                 self.set_later_aside(0, note)
             }
@@ -238,6 +245,16 @@ impl RunFolder {
                     "another run has saved here, and nothing is overwritten",
                     format!("{resume}delete it (`--clean-output-dir`), or set another `output_dir`"),
                 ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of another run stay, under another name.
+    fn set_rows_aside(&self) -> Result<()> {
+        for file in [self.metrics(), self.samples()] {
+            if file.exists() {
+                folder::set_aside(&file)?;
             }
         }
         Ok(())

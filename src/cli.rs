@@ -18,6 +18,7 @@ mod generate;
 mod launch;
 mod lint;
 mod merge;
+mod plot;
 mod preview;
 mod sweep;
 
@@ -77,6 +78,8 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Find out whether PEFT, vLLM, SGLang and llama.cpp take an adapter as it is: `lint runs/x/weights/step_200`
     Lint(lint::LintArgs),
+    /// Draw the curves of runs: `plot outputs/lora outputs/full --out compare` writes compare.svg and compare.png
+    Plot(plot::PlotArgs),
     /// Write the Hugging Face model that base and adapter make together.
     Merge {
         /// The base model: a folder, or a name as in `model.name`.
@@ -116,6 +119,7 @@ pub fn run() -> u8 {
         },
         Command::Generate(args) => generate::run(&args),
         Command::Lint(args) => lint::run(&args),
+        Command::Plot(args) => plot::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };

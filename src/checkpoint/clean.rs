@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::{RunFolder, folder};
 use crate::config::{DataConfig, SftConfig};
+use crate::report::{is_page, is_picture};
 use crate::{Error, Result};
 
 impl RunFolder {
@@ -15,10 +16,11 @@ impl RunFolder {
             let entries = folder::entries(parent)?;
             own.extend(entries.into_iter().filter(|(name, path)| folder::is_own(name, path)).map(|(_, p)| p));
         }
+        let rows = ["metrics.jsonl", "metrics.jsonl.partial", "samples.jsonl", "samples.jsonl.partial"];
         let files = [
-            (self.root.join("configs"), &["sft.toml", "sft.dry-run.toml"][..]),
-            (self.root.join("logs"), &["trainer.log"]),
-            (self.root.clone(), &["metrics.jsonl", "metrics.jsonl.partial"]),
+            (self.root.join("configs"), &["sft.toml", "sft.dry-run.toml", "run.json"][..]),
+            (self.root.join("logs"), &["trainer.log", "monitor.log"]),
+            (self.root.clone(), &rows),
         ];
         for (parent, names) in files {
             for (name, path) in folder::entries(&parent)? {
@@ -28,6 +30,17 @@ impl RunFolder {
                 }
             }
         }
+        let [page, svg, png] = ["report.html", "curves.svg", "curves.png"].map(|name| self.root.join(name));
+        own.extend(Some(page).filter(|page| is_page(page)));
+        if is_picture(&svg) {
+            own.push(svg);
+            own.extend(Some(png).filter(|png| png.is_file()));
+        }
+        let events = self.root.join("tensorboard");
+        let events = if events.is_dir() { folder::entries(&events)? } else { Vec::new() };
+        own.extend(
+            events.into_iter().filter(|(name, _)| name.starts_with("events.out.tfevents.")).map(|(_, p)| p),
+        );
         Ok(own)
     }
 
@@ -72,8 +85,9 @@ impl RunFolder {
                 fs::remove_file(path).map_err(|e| Error::io(path, "delete", e))?;
             }
         }
-        for parent in [&self.checkpoints, &self.weights, &self.root.join("configs"), &self.root.join("logs")]
-        {
+        let inner = ["configs", "logs", "tensorboard"].map(|name| self.root.join(name));
+        let inner = inner.iter().filter(|path| path.is_dir());
+        for parent in [&self.checkpoints, &self.weights].into_iter().chain(inner) {
             let left = folder::entries(parent)?;
             match left.first() {
                 None => drop(fs::remove_dir(parent)), // not there, or a link: both are fine

@@ -21,6 +21,15 @@ pub(super) fn rules(config: &SftConfig, reader: &mut Reader) {
     if let Some(ckpt) = &config.ckpt {
         checkpoints(config, ckpt, reader);
     }
+    if let Some(heartbeat) = &config.heartbeat {
+        heartbeats(&heartbeat.url, reader);
+    }
+    reader.rule(
+        config.monitors.command.first().is_none_or(|program| !program.is_empty()),
+        &["monitors.command"],
+        || "`monitors.command` begins with an empty word, wanted a program".into(),
+        "write `command = [\"python3\", \"examples/wandb_monitor.py\"]`",
+    );
     if let Err(problem) = DeviceSpec::parse(&config.device) {
         reader.rule(false, &["device"], || problem.message, &problem.hint);
     }
@@ -195,6 +204,21 @@ fn schedule_problem(config: &SftConfig, steps: usize, steps_name: &str) -> Optio
         message: format!("{what}, but the run has {steps_name} = {steps}"),
         hint: format!("lower `{key}`, or make the run longer"),
     })
+}
+
+fn heartbeats(url: &str, reader: &mut Reader) {
+    reader.rule(
+        cfg!(feature = "hub"),
+        &["heartbeat"],
+        || "`[heartbeat]` is set, but this build can't speak to the network".into(),
+        "build with the feature `hub`, which the default ones include; or take the section out",
+    );
+    reader.rule(
+        url.starts_with("http://") || url.starts_with("https://"),
+        &["heartbeat.url"],
+        || format!("`heartbeat.url` is `{url}`, wanted a URL"),
+        "write `url = \"https://host/path\"`",
+    );
 }
 
 fn adapters(lora: &LoraConfig, reader: &mut Reader) {

@@ -72,6 +72,10 @@ table! {
         ckpt: Option<CkptConfig> = None;
         /// What is written while it runs.
         log: LogConfig = LogConfig::default();
+        /// Who else is told of each step.
+        monitors: MonitorsConfig = MonitorsConfig::default();
+        /// A sign of life over the network.
+        heartbeat: Option<HeartbeatConfig> = None;
     }
 }
 
@@ -326,6 +330,26 @@ table! {
         log_data: bool = false;
         /// Messages as JSON, one object a line.
         json_logging: bool = false;
+    }
+}
+
+table! {
+    /// Who else is told of each step, beside `metrics.jsonl`.
+    pub struct MonitorsConfig {
+        /// Write TensorBoard's files too, to `tensorboard/` in the run folder (of several runs, in each run's own).
+        tensorboard: bool = false;
+        /// A program and its arguments, started with the run: it gets the rows of `metrics.jsonl` on its standard input,
+        /// and the run folder in the variable `EMBERTUNE_OUTPUT_DIR`. `examples/wandb_monitor.py` hands them on to
+        /// Weights & Biases.
+        command: Vec<String> = vec![];
+    }
+}
+
+table! {
+    /// A sign of life over the network, from rank 0.
+    pub struct HeartbeatConfig {
+        /// Ask for this URL (GET) after each step. An answer is waited for one second, beside the run. Has to be given.
+        url: String = String::new();
     }
 }
 

@@ -16,19 +16,26 @@ const ONE_ATTENTION: &str = "there is one attention, always within documents";
 const WHOLE_MODEL: &str = "every rank holds the whole model";
 const DENSE: &str = "models are dense";
 const RL: &str = "it belongs to reinforcement learning";
+const NO_WANDB: &str = "the program doesn't speak to Weights & Biases itself";
+const WANDB: &str =
+    "set `monitors.command = [\"python3\", \"examples/wandb_monitor.py\"]`, which hands it every row";
 const FREE: &str = "take it out";
 const FROZEN: &str = "take it out; `[model.lora]` and `model.ac` save memory";
 
 pub(crate) const REFUSED: &[Refused] = &[
     // The run.
-    no("wandb", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
-    no("monitors", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
+    no("wandb", NO_WANDB, WANDB),
+    no("monitors.wandb", NO_WANDB, WANDB),
+    no(
+        "monitors.file",
+        "`metrics.jsonl` is always written, to the run folder",
+        "take it out; `monitors.command` can write a second one",
+    ),
     no(
         "bench",
         "there is no benchmark mode",
         "`data.type = \"fake\"` and a small `max_steps`; each step prints its tokens/s",
     ),
-    no("heartbeat", "nothing is sent over the network", "watch `metrics.jsonl` in the run folder"),
     no("deployment", "ranks come from the launcher", "one device a run for now; leave the section out"),
     no("slurm", "jobs are submitted by the user", "call `embertune sft` in your own sbatch script"),
     no("loss_impl", "there is one loss, and it never holds all logits", FREE),

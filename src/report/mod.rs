@@ -5,12 +5,24 @@
 
 use std::path::PathBuf;
 
+mod axis;
+mod curves;
+mod facts;
 pub mod log;
 mod metrics;
+mod monitors;
+mod page;
 mod plain;
+mod plot;
+mod sheet;
 
+pub use curves::{Curves, Row, distinct_names, name_of_folder, run_folders};
+pub use facts::RunFacts;
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
+pub use monitors::Monitors;
+pub use page::{Page, RunLine, duration, is_page, shell_quoted};
 pub use plain::{LineFormat, Plain, thousands};
+pub use plot::{Smoothing, is_picture, svg, write_png};
 
 /// Listener of a run.
 pub trait Report {
@@ -81,7 +93,7 @@ pub enum Event {
     },
     /// A folder was written.
     Saved {
-        /// `checkpoint`, `adapter` or `weights`.
+        /// `checkpoint`, `adapter`, `weights` or `report`.
         what: &'static str,
         /// Where.
         path: PathBuf,
@@ -118,6 +130,28 @@ impl<A: Report, B: Report> Report for Both<A, B> {
     fn finish(&mut self, summary: &Summary) {
         self.0.finish(summary);
         self.1.finish(summary);
+    }
+}
+
+impl<R: Report + ?Sized> Report for &mut R {
+    fn progress(&mut self, what: &str, done: usize, total: usize) {
+        (**self).progress(what, done, total);
+    }
+
+    fn start(&mut self, run: &RunInfo) {
+        (**self).start(run);
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        (**self).step(metrics);
+    }
+
+    fn event(&mut self, event: &Event) {
+        (**self).event(event);
+    }
+
+    fn finish(&mut self, summary: &Summary) {
+        (**self).finish(summary);
     }
 }
 

@@ -96,25 +96,7 @@ impl MetricsFile {
     /// Opens the file to go on after `step`: later rows, of a run that went on and was lost, are
     /// cut (the file as it was stays as `metrics.jsonl.old-K`), and a row that was cut off by a kill.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
-        let old = match fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(e) => return Err(Error::io(path, "read", e)),
-        };
-        let step_of = |line: &str| serde_json::from_str::<Value>(line).ok()?["step"].as_u64();
-        let stays = |line: &&str| step_of(line).is_some_and(|s| s as usize <= step);
-        let mut copy = None;
-        if old.lines().any(|line| step_of(line).is_some_and(|s| s as usize > step)) {
-            let free = folder::free_name(path);
-            fs::write(&free, &old).map_err(|e| Error::io(&free, "write", e))?;
-            copy = Some(free);
-        }
-        let kept: String = old.lines().filter(stays).flat_map(|line| [line, "\n"]).collect();
-        if kept != old {
-            let temporary = path.with_extension("jsonl.partial");
-            fs::write(&temporary, kept).map_err(|e| Error::io(&temporary, "write", e))?;
-            fs::rename(&temporary, path).map_err(|e| Error::io(path, "rename", e))?;
-        }
+        let copy = cut_after(path, step)?;
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| Error::io(path, "write", e))?;
         Ok(Self { path: path.into(), file, old: copy })
@@ -124,6 +106,34 @@ impl MetricsFile {
     pub fn append(&mut self, row: &Value) -> Result<()> {
         self.file.write_all(format!("{row}\n").as_bytes()).map_err(|e| Error::io(&self.path, "write", e))
     }
+}
+
+/// Cuts the rows of later steps than `step` out of a file of rows, and what is no row. Where the file as it was can still
+/// be read: it stays if more is cut than a last line that a kill cut off.
+pub(super) fn cut_after(path: &Path, step: usize) -> Result<Option<PathBuf>> {
+    let old = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(path, "read", e)),
+    };
+    let step_of = |line: &str| serde_json::from_str::<Value>(line).ok()?["step"].as_u64();
+    let stays = |line: &&str| step_of(line).is_some_and(|s| s as usize <= step);
+    let mut copy = None;
+    let whole = old.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    if !whole.lines().all(|line| stays(&line))
+        || step_of(&old[whole.len()..]).is_some_and(|s| s as usize > step)
+    {
+        let free = folder::free_name(path);
+        fs::write(&free, &old).map_err(|e| Error::io(&free, "write", e))?;
+        copy = Some(free);
+    }
+    let kept: String = old.lines().filter(stays).flat_map(|line| [line, "\n"]).collect();
+    if kept != old {
+        let temporary = path.with_extension("jsonl.partial");
+        fs::write(&temporary, kept).map_err(|e| Error::io(&temporary, "write", e))?;
+        fs::rename(&temporary, path).map_err(|e| Error::io(path, "rename", e))?;
+    }
+    Ok(copy)
 }
 
 #[cfg(test)]

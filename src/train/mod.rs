@@ -7,6 +7,7 @@ pub mod eval;
 mod ground;
 pub mod metrics;
 pub mod optim;
+pub mod page;
 pub mod ranks;
 mod resume;
 mod run;

@@ -8,6 +8,7 @@ use super::eval::held_out_loss;
 use super::ground::Ground;
 use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
+use super::page;
 use super::ranks::Ranks;
 use super::resume;
 use super::schedule::Schedule;
@@ -20,7 +21,7 @@ use crate::data::{Batch, Validation};
 use crate::device::device_bytes;
 use crate::export::{self, AdapterMeta};
 use crate::model::{Decoder, Trainable};
-use crate::report::{Event, PhaseTimes, Report, StepMetrics, Summary};
+use crate::report::{Event, PhaseTimes, Report, RunFacts, StepMetrics, Summary};
 use crate::{Error, Result, assets};
 
 /// A run while it trains.
@@ -75,7 +76,7 @@ impl Run {
         let own = parameters(model, index);
         let mut optimizer = setup::optimizer(&config, &own, ranks);
         #[rustfmt::skip]
-        let Ground { folder, mut locks, start, base, data, keys, begun, max_steps, schedule, .. } = ground;
+        let Ground { folder, mut locks, start, selected, base, data, keys, begun, max_steps, schedule, .. } = ground;
         if let (Start::Fresh, Some(adapter)) = (&start, setup::init_adapter(&config)?) {
             let loaded = export::load_adapter(model, index, &adapter)?;
             loaded.warnings.into_iter().for_each(|warning| report.event(&Event::Warning(warning)));
@@ -94,6 +95,14 @@ impl Run {
                 return Err(Error::checkpoint(&folder.root, message, "start again"));
             }
             metrics = Some(setup::folder(&config, &folder, &start, begun.progress.step, report)?);
+            let place = (begun.progress.step, max_steps);
+            let mut info = setup::info(&config, ranks, &selected, model, Vec::new(), place);
+            // Among several, the base and its own adapter alone.
+            let trained = own.iter().map(|p| p.shape.iter().product::<usize>()).sum();
+            info.parameters = info.parameters - info.trainable + trained;
+            info.trainable = trained;
+            let facts = RunFacts::new(&info, ranks.count(), &base, data.loader.report());
+            page::warn(report, facts.write(&folder.root));
             Ok(())
         })?;
         if begun.schedule_restarts {
@@ -202,6 +211,7 @@ impl Run {
         // ---- save ----
         if let Some(error) = stopped {
             self.save(model, ranks, report)?;
+            self.write_page(report);
             return Err(self.at_step(number, error));
         }
         let clock = Instant::now();
@@ -216,6 +226,7 @@ impl Run {
     pub fn finish(&mut self, model: &Decoder, ranks: &Ranks, report: &mut dyn Report) -> Result<()> {
         if self.progress.step > 0 {
             self.save(model, ranks, report)?;
+            self.write_page(report);
         }
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         self.summary.peak_bytes = peak_process_bytes();
@@ -303,6 +314,13 @@ impl Run {
         match &self.config.ckpt {
             Some(c) => folder::prune(&self.folder.weights, c.keep_last, c.keep_interval).map(drop),
             None => Ok(()),
+        }
+    }
+
+    /// `report.html`, on rank 0.
+    fn write_page(&self, report: &mut dyn Report) {
+        if self.metrics.is_some() {
+            page::tell(&self.folder.root, report);
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 
 use super::ground::Ground;
-use super::metrics::{FlopCounts, MetricsFile, peak_flops};
+use super::metrics::{FlopCounts, MetricsFile, cut_after, peak_flops};
 use super::optim::Optimizer;
 use super::ranks::Ranks;
 use super::resume::{Begun, Keys};
@@ -156,8 +156,9 @@ pub(super) fn folder(
 ) -> Result<MetricsFile> {
     folder.make_ready(config, start, &mut |note| report.event(&Event::Note(note)))?;
     folder.write_config(&config.to_toml())?;
+    let samples = cut_after(&folder.samples(), step)?;
     let metrics = MetricsFile::open(&folder.metrics(), step)?;
-    if let Some(old) = &metrics.old {
+    for old in samples.iter().chain(&metrics.old) {
         report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));
     }
     Ok(metrics)

@@ -18,6 +18,7 @@ use std::time::Instant;
 use super::control;
 use super::ground::{Ground, Weights, check_folders};
 use super::metrics::peak_process_bytes;
+use super::page;
 use super::ranks::{Ranks, World};
 use super::run::{Run, Step};
 use super::setup::{self, go_on};
@@ -26,7 +27,7 @@ use crate::checkpoint::RunFolder;
 use crate::config::{Plan, RunConfig, SftConfig};
 use crate::data::Batch;
 use crate::model::Decoder;
-use crate::report::{Event, Named, PhaseTimes, Report, Summary};
+use crate::report::{Both, Event, Monitors, Named, PhaseTimes, Report, Summary};
 use crate::{Error, Result};
 
 /// A run of supervised fine-tuning.
@@ -97,6 +98,7 @@ impl SftLearner {
             report.event(&Event::Note(format!("dry run: wrote `{}`", path.display())));
             return Ok(Summary::default());
         }
+        let report = &mut Both(report, Monitors::new(&self.config));
         self.world.run(&self.config, &self.plan, report, &|ranks, plan, report| {
             let mut job = Job::set_up(&self.config, &self.runs, ranks, plan, report, stop)?;
             job.train(report, stop)?;
@@ -337,6 +339,7 @@ impl<'a> Job<'a> {
     /// After the last step of the last run.
     fn finish(mut self, report: &mut dyn Report) -> Result<Summary> {
         self.ranks.wait()?;
+        self.write_page(report);
         let mut summary = match &self.ended[..] {
             [(name, only)] if name.is_empty() => only.clone(),
             _ => Summary { runs: std::mem::take(&mut self.ended), ..Summary::default() },
@@ -356,12 +359,20 @@ impl<'a> Job<'a> {
         ))
     }
 
+    /// The page about a job of several runs, whose own are written; on rank 0.
+    fn write_page(&self, report: &mut dyn Report) {
+        if self.ranks.is_first() && self.names().any(|name| !name.is_empty()) {
+            page::tell(&self.config.output_dir, report);
+        }
+    }
+
     /// Someone pressed Ctrl-C: the step is done, so save and leave.
     fn interrupted(&mut self, report: &mut dyn Report) -> Result<()> {
         for run in &mut self.runs {
             run.finish(&self.model, &self.ranks, &mut Named::new(report, run.name.clone().as_ref()))?;
         }
         self.ranks.wait()?;
+        self.write_page(report);
         let furthest = self.runs.iter().max_by_key(|run| run.progress.step).expect("there is a run");
         let (step, checkpoint, hint) = furthest.interruption();
         Err(Error::Interrupted { step, checkpoint, hint })

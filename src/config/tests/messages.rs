@@ -136,8 +136,8 @@ fn toml_syntax_shows_the_line() {
 fn refused_keys_give_reason_and_way_out() {
     assert_eq!(
         told("[wandb]\nproject = \"x\""),
-        "x.toml:2: `wandb` is not supported: metrics stay on this machine\n    \
-         hint: `metrics.jsonl` in the run folder has every step"
+        "x.toml:2: `wandb` is not supported: the program doesn't speak to Weights & Biases itself\n    \
+         hint: set `monitors.command = [\"python3\", \"examples/wandb_monitor.py\"]`, which hands it every row"
     );
     assert_eq!(
         told("[model]\nattn = \"sdpa\""),
@@ -152,6 +152,19 @@ fn refused_keys_give_reason_and_way_out() {
         "x.toml:3: `ckpt.weights.save_format` is `torch`, wanted `safetensors`\n    hint: a torch file is a pickle, \
          which can run code when it is loaded; safetensors loads everywhere"
     );
+}
+
+#[test]
+fn monitors_are_checked_before_a_run() {
+    assert!(told("[monitors]\ncommand = [\"\"]").contains("`monitors.command` begins with an empty word"));
+    assert!(
+        told("[monitors.file]\npath = \"x\"").contains("`metrics.jsonl` is always written"),
+        "prime-rl's key for it"
+    );
+    #[cfg(feature = "hub")]
+    for text in ["[heartbeat]", "[heartbeat]\nurl = \"example.com\"", "[heartbeat]\nurl = \"ftp://x\""] {
+        assert!(told(text).contains("wanted a URL"), "{}", told(text));
+    }
 }
 
 #[test]
