@@ -1,21 +1,26 @@
-//! What a run tells while it trains: the [`Report`] trait, and the plain reporter of a line a step.
+//! What a run tells while it trains: the [`Report`] trait, the plain reporter of a line a step, and the one of the
+//! command, with Burn's dashboard on a terminal.
 //!
 //! The recipe calls `start` once, then `step` and `event` as they come, then `finish`. The row in
 //! `metrics.jsonl` isn't a reporter's business: the recipe writes it whatever listens here.
 
 use std::path::PathBuf;
 
+#[cfg(feature = "tui")]
+mod dashboard;
+mod live;
 pub mod log;
 mod metrics;
 mod plain;
 
+pub use live::Live;
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
 pub use plain::{LineFormat, Plain, thousands};
 
 /// Listener of a run.
 pub trait Report {
-    /// Something long before the first step is under way, `done` of `total` (0: who knows how many):
-    /// `loading weights`.
+    /// Something long is under way, `done` of `total` (0: who knows how many; both 0: it has no parts): `loading
+    /// weights`. It ends when all of `total` is done, or when something else is told.
     fn progress(&mut self, what: &str, done: usize, total: usize);
     /// Setup is done.
     fn start(&mut self, run: &RunInfo);
@@ -46,6 +51,10 @@ pub struct RunInfo {
     pub max_steps: Option<usize>,
     /// Steps that are done already.
     pub resumed_step: Option<usize>,
+    /// Steps of a pass over the data, where they have an end and the run is alone.
+    pub steps_per_epoch: Option<f64>,
+    /// Whether there will be samples.
+    pub samples: bool,
     /// The run's folder.
     pub output_dir: PathBuf,
 }
