@@ -201,7 +201,9 @@ fn sft(job: config::Loaded, args: &[String], format: &mut LineFormat) -> Result<
     // Of several processes each would draw on one terminal.
     if !config.log.plain && !matches!(World::of(&config)?, World::Processes(_)) {
         let stop = stop.clone();
-        live = live.with_dashboard(move || drop(stop.stop()));
+        live = live.with_dashboard(move || {
+            stop.stop();
+        });
     }
     let mut report = Both(live, ToFile::new(file.clone(), format, level));
     for line in describe(&differences) {

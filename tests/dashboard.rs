@@ -156,9 +156,10 @@ fn the_second_ctrl_c_ends_at_once_and_leaves_the_terminal_as_it_was() {
 #[test]
 fn a_terminal_that_goes_away_ends_in_a_checkpoint() {
     let dir = RunDir::new();
-    let session = long_run(&dir, SMALL);
+    let mut session = long_run(&dir, SMALL);
     session.shows(&["Loss", "tokens/s"]);
     session.hang_up();
+    assert_eq!(session.ends(), 130);
     assert!(
         dir.path("out/checkpoints").read_dir().is_ok_and(|mut found| found.next().is_some()),
         "{}",
@@ -250,6 +251,59 @@ fn no_color_means_none() {
     });
     session.types("\x03");
     assert_stopped(&dir, &mut session);
+}
+
+/// A server of tmux of the test's own, which goes with it.
+struct Tmux(String);
+
+impl Tmux {
+    /// `None`, said so, where there is no tmux.
+    fn new() -> Option<Self> {
+        let there = std::process::Command::new("tmux").arg("-V").output().is_ok_and(|o| o.status.success());
+        if !there {
+            eprintln!("skipped: no tmux here");
+        }
+        there.then(|| Self(format!("embertune-test-{}", std::process::id())))
+    }
+}
+
+impl Drop for Tmux {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("tmux").args(["-L", &self.0, "kill-server"]).output();
+    }
+}
+
+#[test]
+fn tmux_shows_it_too_and_its_window_is_as_before() {
+    let Some(tmux) = Tmux::new() else { return };
+    let dir = RunDir::new();
+    let run = sft(&dir, &LONG);
+    let run = run.get_argv().iter().map(|arg| format!("'{}'", arg.to_string_lossy())).collect::<Vec<_>>();
+    dir.write(
+        "in_tmux.sh",
+        &format!("stty -a > before\n{}\necho \"ended with $?\"\nstty -a > after\ncat\n", run.join(" ")),
+    );
+    let mut command = CommandBuilder::new("tmux");
+    command.args(["-L", &tmux.0, "-u", "-f", "/dev/null", "new-session", "sh in_tmux.sh"]);
+    command.cwd(dir.path(""));
+    command.env("HF_HUB_OFFLINE", "1");
+    for name in ["TMUX", "NO_COLOR"] {
+        command.env_remove(name);
+    }
+    let mut session = Session::start(command, LARGE);
+    session.shows(&["Loss", "Train ", "Valid ", "tokens/s", "Full History"]);
+    session.resize(SMALL);
+    session.until("narrower", |screen| {
+        screen.contents().contains("tokens/s")
+            && screen.cell(0, SMALL.0 - 1).is_some_and(|cell| cell.contents() == "┐")
+    });
+    session.types("q");
+    session.shows(&["Stop the training."]);
+    session.types("s");
+    // On tmux's screen from before.
+    session.shows(&["error: interrupted after step ", "ended with 130"]);
+    session.until("without the dashboard", |screen| !screen.contents().contains("Full History"));
+    assert_eq!(dir.text("before"), dir.text("after"));
 }
 
 #[test]

@@ -195,7 +195,7 @@ fn describe_data(loader: &Loader) -> String {
 /// Steps of a pass over the data, where they have an end.
 pub(super) fn steps_per_epoch(loader: &Loader) -> Option<f64> {
     let report = loader.report();
-    (report.packed_rows > 0).then(|| report.packed_rows as f64 / report.batch_size.max(1) as f64)
+    (report.packed_rows > 0).then(|| 1.0 / report.epochs(1))
 }
 
 /// Adapters are small: every rank updates them all. Of a whole model each rank updates a part.

@@ -2,7 +2,9 @@
 
 use std::io::{Read, Write};
 use std::num::NonZeroU16;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use portable_pty::{Child, CommandBuilder, MasterPty, PtySize, SlavePty, native_pty_system};
@@ -12,12 +14,20 @@ const PATIENCE: Duration = Duration::from_secs(240);
 
 pub struct Session {
     child: Box<dyn Child + Send + Sync>,
+    /// `None` once it has gone away.
+    terminal: Option<Terminal>,
+    seen: Arc<Mutex<Seen>>,
+    modes: String,
+}
+
+struct Terminal {
     master: Box<dyn MasterPty + Send>,
     /// Held, so that the terminal's modes outlive the child.
     _slave: Box<dyn SlavePty + Send>,
     keys: Box<dyn Write + Send>,
-    seen: Arc<Mutex<Seen>>,
-    modes: String,
+    /// Set: ends at the next thing it reads.
+    gone: Arc<AtomicBool>,
+    reader: JoinHandle<()>,
 }
 
 struct Seen {
@@ -46,16 +56,25 @@ impl Session {
         let keys = pair.master.take_writer().expect("a writer");
         let parser = vt100::Parser::new(positive(rows), positive(columns), 1000);
         let seen = Arc::new(Mutex::new(Seen { parser, bytes: Vec::new() }));
-        let sight = seen.clone();
-        std::thread::spawn(move || {
+        let gone = Arc::new(AtomicBool::new(false));
+        let (sight, stop) = (seen.clone(), gone.clone());
+        let reader = std::thread::spawn(move || {
             let mut buffer = [0; 1 << 16];
             while let Ok(n @ 1..) = reader.read(&mut buffer) {
                 let mut seen = sight.lock().unwrap();
                 seen.parser.process(&buffer[..n]);
                 seen.bytes.extend(&buffer[..n]);
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
             }
         });
-        Self { child, master: pair.master, _slave: pair.slave, keys, seen, modes }
+        let terminal = Terminal { master: pair.master, _slave: pair.slave, keys, gone, reader };
+        Self { child, terminal: Some(terminal), seen, modes }
+    }
+
+    fn terminal(&self) -> &Terminal {
+        self.terminal.as_ref().expect("the terminal is there")
     }
 
     /// The screen, a line a row.
@@ -73,13 +92,13 @@ impl Session {
     }
 
     pub fn types(&mut self, keys: &str) {
-        self.keys.write_all(keys.as_bytes()).expect("the terminal takes keys");
-        self.keys.flush().expect("the terminal takes keys");
+        let to = &mut self.terminal.as_mut().expect("the terminal is there").keys;
+        to.write_all(keys.as_bytes()).and_then(|()| to.flush()).expect("the terminal takes keys");
     }
 
     pub fn resize(&self, (columns, rows): (u16, u16)) {
         self.seen.lock().unwrap().parser.set_size(positive(rows), positive(columns));
-        self.master.resize(size((columns, rows))).expect("a new size");
+        self.terminal().master.resize(size((columns, rows))).expect("a new size");
     }
 
     /// Waits until the screen is as `what` says.
@@ -120,20 +139,12 @@ impl Session {
         code
     }
 
-    /// The terminal goes away, as when its window is closed; returns when the program has ended.
-    #[track_caller]
-    pub fn hang_up(self) {
-        let Self { mut child, master, _slave, keys, .. } = self;
-        drop((keys, _slave));
-        // The reader's end goes with the signal that the program gets; it is sent by hand, for the reader holds one.
-        let id = child.process_id().expect("a child").to_string();
-        drop(master);
-        std::process::Command::new("kill").args(["-HUP", &id]).status().expect("kill");
-        let since = Instant::now();
-        while child.try_wait().expect("a child").is_none() {
-            assert!(since.elapsed() < PATIENCE, "still running");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    /// The terminal goes away, as when its window is closed: nobody holds its other end any more.
+    pub fn hang_up(&mut self) {
+        let Terminal { master, _slave, keys, gone, reader } = self.terminal.take().expect("a terminal");
+        gone.store(true, Ordering::Relaxed);
+        reader.join().expect("something is drawn");
+        drop((master, _slave, keys));
     }
 
     /// The terminal is as it was: the normal screen, the cursor shown, no mouse, the modes of before.
@@ -143,7 +154,7 @@ impl Session {
         let (alternate, hidden) = self.look(|screen| (screen.alternate_screen(), screen.hide_cursor()));
         let mouse = self.look(|screen| screen.mouse_protocol_mode() != vt100::MouseProtocolMode::None);
         assert!(!alternate && !hidden && !mouse, "{alternate} {hidden} {mouse}\n{screen}");
-        assert_eq!(format!("{:?}", self.master.get_termios()), self.modes, "{screen}");
+        assert_eq!(format!("{:?}", self.terminal().master.get_termios()), self.modes, "{screen}");
         let written = self.written();
         for word in ["panicked", "RUST_BACKTRACE"] {
             assert!(!written.contains(word), "{screen}\n---\n{}", self.tail());
