@@ -86,6 +86,17 @@ pub(crate) fn size() -> Option<(u16, u16)> {
     size
 }
 
+/// Where the terminal has gone away, lets what is still written to it go nowhere: some panic when they can't.
+pub(crate) fn let_go_if_gone() {
+    #[cfg(unix)]
+    if rustix::termios::tcgetattr(io::stderr()).is_err()
+        && let Ok(nowhere) = std::fs::OpenOptions::new().write(true).open("/dev/null")
+    {
+        let _ = rustix::stdio::dup2_stdout(&nowhere);
+        let _ = rustix::stdio::dup2_stderr(&nowhere);
+    }
+}
+
 /// Something long, drawn on the terminal while that is free, else hidden.
 #[derive(Debug)]
 pub(crate) struct Bar(ProgressBar);
@@ -179,6 +190,15 @@ impl Modes {
         let _ = tcsetattr(io::stderr(), OptionalActions::Now, &modes);
     }
 
+    /// Whether they are in force.
+    pub fn are_set(&self) -> bool {
+        let now = rustix::termios::tcgetattr(io::stderr());
+        now.is_ok_and(|now| {
+            (now.local_modes, now.input_modes, now.output_modes)
+                == (self.0.local_modes, self.0.input_modes, self.0.output_modes)
+        })
+    }
+
     /// Puts them back.
     pub fn restore(&self) {
         let _ = rustix::termios::tcsetattr(io::stderr(), rustix::termios::OptionalActions::Now, &self.0);
@@ -196,6 +216,10 @@ impl Modes {
     }
 
     pub fn listen_to_ctrl_c() {}
+
+    pub fn are_set(&self) -> bool {
+        false
+    }
 
     pub fn restore(&self) {}
 }

@@ -41,6 +41,8 @@ const LOOK: Duration = Duration::from_millis(50);
 const START: Duration = Duration::from_secs(5);
 /// How long one may take to end. A terminal that takes nothing in keeps it longer; it isn't waited for.
 const END: Duration = Duration::from_secs(2);
+/// How long one may take to put the terminal's modes back while somebody panics.
+const RESTORE: Duration = Duration::from_millis(500);
 /// Warnings that are kept, to be printed when the terminal is free again.
 const KEPT: usize = 100;
 
@@ -56,7 +58,8 @@ enum Message {
     Step(Box<StepMetrics>),
     Event(Event),
     Text(String),
-    Leave,
+    Doing(String),
+    Leave(Why),
 }
 
 /// What others know of the keeper.
@@ -120,6 +123,11 @@ impl Dashboard {
         self.0.tell.send(Message::Event(event.clone())).is_ok() && shown
     }
 
+    /// Shows what is under way until the next step; says whether it could.
+    pub fn doing(&self, what: &str) -> bool {
+        self.is_up() && self.0.tell.send(Message::Doing(what.into())).is_ok()
+    }
+
     /// Gives the terminal back.
     pub fn close(&self) {
         self.0.leave();
@@ -158,7 +166,13 @@ impl Holder for Keeper {
     }
 
     fn leave(&self) {
-        let _ = self.tell.send(Message::Leave);
+        self.leave_for(Why::Asked);
+    }
+}
+
+impl Keeper {
+    fn leave_for(&self, why: Why) {
+        let _ = self.tell.send(Message::Leave(why));
         let over = self.over();
         let waited = self.is_over.wait_timeout_while(over, END, |over| !*over);
         let over = *waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -173,6 +187,8 @@ impl Holder for Keeper {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Why {
     Asked,
+    /// Somebody else panics: until that is over, nobody may touch the panic hook, which Burn does in the end.
+    Panic,
     Killed,
     Broken,
 }
@@ -194,6 +210,7 @@ impl Kept {
         let from = self.panels.starting_point();
         // Never dropped but when all went well: its drop speaks to the renderer.
         let mut renderer = ManuallyDrop::new(TuiMetricsRendererWrapper::new(interrupter.clone(), from));
+        let mut up = false;
         let why = catch_unwind(AssertUnwindSafe(|| {
             let alive = self.panels.begin(&mut *renderer);
             if !is_drawing(&alive) {
@@ -203,19 +220,44 @@ impl Kept {
             Modes::listen_to_ctrl_c();
             terminal::hold(Some(self.keeper.clone()));
             let _ = ready.send(());
+            up = true;
             self.show(&mut renderer, &alive, &interrupter)
         }));
-        // A panic here is that of a call to a renderer that the user has killed.
-        let why = why.unwrap_or(Why::Killed);
+        // A panic here is that of a call to a renderer that the user has killed, now or in an earlier run of this
+        // process: Burn remembers it.
+        let why = why.unwrap_or(if up { Why::Killed } else { Why::Broken });
         match why {
-            Why::Asked => drop(ManuallyDrop::into_inner(renderer)),
-            Why::Killed | Why::Broken => self.keeper.restore(),
+            Why::Asked => {
+                drop(ManuallyDrop::into_inner(renderer));
+                hook.remove();
+            }
+            Why::Panic => self.end_beside(ManuallyDrop::into_inner(renderer), hook),
+            Why::Killed | Why::Broken => {
+                self.keeper.restore();
+                hook.remove();
+            }
         }
-        hook.remove();
         terminal::hold(None);
         let keeper = self.keeper.clone();
         self.say(why);
         keeper.end();
+    }
+
+    /// The renderer gives the terminal back and then waits for the panic hook: somebody else waits for that.
+    fn end_beside(&self, renderer: TuiMetricsRendererWrapper, hook: Hook) {
+        let end = move || {
+            drop(renderer);
+            hook.remove();
+        };
+        let since = Instant::now();
+        if thread::Builder::new().name(KEEPER.into()).spawn(end).is_ok() {
+            while !self.keeper.modes.are_set() && since.elapsed() < RESTORE {
+                thread::sleep(Duration::from_millis(5));
+            }
+            // Its last words follow the modes.
+            thread::sleep(Duration::from_millis(20));
+        }
+        self.keeper.restore();
     }
 
     fn show(
@@ -227,7 +269,8 @@ impl Kept {
         let mut stopping = false;
         loop {
             match self.told.recv_timeout(LOOK) {
-                Ok(Message::Leave) | Err(RecvTimeoutError::Disconnected) => return Why::Asked,
+                Ok(Message::Leave(why)) => return why,
+                Err(RecvTimeoutError::Disconnected) => return Why::Asked,
                 Ok(message) => self.draw(renderer, message),
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -256,7 +299,8 @@ impl Kept {
                 self.panels.sample(renderer, (run.as_deref(), step), &prompt, &text);
             }
             Message::Event(Event::Saved { .. }) => renderer.log_event_training("Saved".into()),
-            Message::Event(_) | Message::Leave => {}
+            Message::Doing(what) => Panels::doing(renderer, &what),
+            Message::Event(_) | Message::Leave(_) => {}
             Message::Text(text) => {
                 self.note(&text);
                 self.panels.line(renderer, &text);
@@ -282,12 +326,12 @@ impl Kept {
             }
         }
         let mut lines = self.warnings;
-        if why != Why::Asked {
+        if matches!(why, Why::Killed | Why::Broken) {
             late.retain(|line| !lines.contains(line));
             lines.extend(late);
         }
         lines.extend(match why {
-            Why::Asked => None,
+            Why::Asked | Why::Panic => None,
             Why::Killed => {
                 (self.quit)();
                 Some("stopping: what is under way is finished and saved first; Ctrl-C ends at once".into())
@@ -332,10 +376,11 @@ impl Hook {
         let (before, keeper): (_, Weak<Keeper>) = (self.0.clone(), Arc::downgrade(keeper));
         panic::set_hook(Box::new(move |info| {
             if thread::current().name().is_some_and(|name| name == RENDERER || name == KEEPER) {
-                return;
+                // What it drops now would complain, and a panic in a panic ends the process.
+                return terminal::let_go_if_gone();
             }
             if let Some(keeper) = keeper.upgrade() {
-                keeper.leave();
+                keeper.leave_for(Why::Panic);
             }
             before(info);
         }));

@@ -58,6 +58,10 @@ impl Live {
 
 impl Report for Live {
     fn progress(&mut self, what: &str, done: usize, total: usize) {
+        #[cfg(feature = "tui")]
+        if self.shown(|dashboard| dashboard.doing(what)) {
+            return;
+        }
         if !self.draws {
             return self.plain.progress(what, done, total);
         }

@@ -53,6 +53,8 @@ pub struct RunInfo {
     pub resumed_step: Option<usize>,
     /// Steps of a pass over the data, where they have an end and the run is alone.
     pub steps_per_epoch: Option<f64>,
+    /// Names of the runs, where there are several.
+    pub runs: Vec<String>,
     /// Whether there will be samples.
     pub samples: bool,
     /// The run's folder.

@@ -316,6 +316,7 @@ pub(super) fn info(
         max_steps: Some(max_steps),
         resumed_step: (step > 0).then_some(step),
         steps_per_epoch: None,
+        runs: Vec::new(),
         samples: false,
         output_dir: config.output_dir.clone(),
     }

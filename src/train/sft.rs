@@ -167,6 +167,7 @@ impl<'a> Job<'a> {
         }
         if several {
             ranks.from_first(|| control::write_config(config, runs))?;
+            info.runs = runs.iter().map(|run| run.name.clone()).collect();
             info.max_steps = made.iter().map(|run| run.start_step + run.max_steps()).max();
         }
         report.start(&info);

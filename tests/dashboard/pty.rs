@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use portable_pty::{Child, CommandBuilder, MasterPty, PtySize, SlavePty, native_pty_system};
 
 /// Other tests may have the machine: nothing here is about speed.
-const PATIENCE: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 pub struct Session {
     child: Box<dyn Child + Send + Sync>,
@@ -41,6 +41,11 @@ fn positive(n: u16) -> NonZeroU16 {
 
 fn size((columns, rows): (u16, u16)) -> PtySize {
     PtySize { rows, cols: columns, pixel_width: 0, pixel_height: 0 }
+}
+
+/// A screen's text; spaces that don't end a line are spaces.
+pub fn text(screen: &vt100::Screen) -> String {
+    screen.contents().replace('\u{a0}', " ")
 }
 
 impl Session {
@@ -79,7 +84,7 @@ impl Session {
 
     /// The screen, a line a row.
     pub fn screen(&self) -> String {
-        self.look(|screen| screen.contents())
+        self.look(text)
     }
 
     pub fn look<T>(&self, look: impl FnOnce(&vt100::Screen) -> T) -> T {
@@ -115,7 +120,7 @@ impl Session {
     #[track_caller]
     pub fn shows(&self, words: &[&str]) {
         self.until(&format!("shown {words:?}"), |screen| {
-            let text = screen.contents();
+            let text = text(screen);
             words.iter().all(|word| text.contains(word))
         });
     }
@@ -171,8 +176,9 @@ impl Session {
     }
 
     fn tail(&self) -> String {
-        let written = self.written();
-        let from = written.char_indices().rev().nth(6000).map_or(0, |(at, _)| at);
+        // Without what a frame that changes nothing is made of.
+        let written = self.written().replace("\x1b[39m\x1b[49m\x1b[59m\x1b[0m\x1b[?25l", "");
+        let from = written.char_indices().rev().nth(3000).map_or(0, |(at, _)| at);
         written[from..].escape_debug().to_string()
     }
 }

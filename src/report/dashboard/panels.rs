@@ -15,6 +15,7 @@ use burn_train::metric::{
 use burn_train::renderer::{EvaluationName, MetricState, MetricsRenderer};
 
 use crate::report::{RunInfo, StepMetrics, gib, thousands};
+use crate::terminal;
 
 const LOSS: &str = "Loss";
 const HELD_OUT: &str = "Held-out loss";
@@ -26,6 +27,10 @@ const NORM: &str = "Gradient norm";
 const MEMORY: &str = "Memory";
 const MFU: &str = "MFU";
 
+/// Doesn't end a line.
+const SPACE: char = '\u{a0}';
+/// Columns of a terminal whose texts hold loss, learning rate and norm in one line.
+const WIDE: u16 = 110;
 /// Log lines that are kept in sight.
 const LINES: usize = 4;
 /// Characters of a text that are shown.
@@ -43,7 +48,10 @@ enum Row<'a> {
 pub(super) struct Panels {
     steps: Steps,
     steps_per_epoch: Option<f64>,
+    /// Those that there are at first.
+    runs: Vec<String>,
     samples: bool,
+    output: String,
     /// The names that Burn knows, and how many values each plot got since its last cycle began.
     known: HashMap<String, usize>,
     round: Round,
@@ -74,7 +82,9 @@ impl Panels {
         Self {
             steps: Steps::new(run),
             steps_per_epoch: run.steps_per_epoch,
+            runs: run.runs.clone(),
             samples: run.samples,
+            output: format!("output in `{}`", run.output_dir.display()),
             known: HashMap::new(),
             round: Round::default(),
             log: VecDeque::new(),
@@ -93,10 +103,14 @@ impl Panels {
         for name in [SPEED, RATE, NORM, MEMORY] {
             self.register(to, name, true);
         }
-        for name in [LOSS, SPEED] {
-            to.update_train(MetricState::Numeric(entry(name, "-"), None));
+        match self.runs.is_empty() {
+            true => Row::Train.update(to, MetricState::Numeric(entry(LOSS, "-"), None)),
+            false => self.runs.iter().for_each(|run| {
+                Row::Run(run).update(to, MetricState::Numeric(entry(LOSS, "-"), None));
+            }),
         }
-        self.text(to, LOG, Row::Train, "-");
+        Row::Train.update(to, MetricState::Numeric(entry(SPEED, "-"), None));
+        self.line(to, &self.output.clone());
         if self.samples {
             self.text(to, SAMPLE, Row::Train, "-");
         }
@@ -108,7 +122,13 @@ impl Panels {
         let (loss, norm) = (Some(m.loss).filter(|_| !m.skipped), Some(m.grad_norm).filter(|_| !m.skipped));
         let text = match m.skipped {
             true => format!("step {} was skipped", m.step),
-            false => format!("{:.4} · lr {:.2e} · norm {:.3}", m.loss, m.lr, m.grad_norm),
+            false => {
+                let mut parts = vec![format!("{:.4}", m.loss), format!("lr {:.2e}", m.lr)];
+                if terminal::size().is_none_or(|(columns, _)| columns >= WIDE) {
+                    parts.push(format!("norm {:.3}", m.grad_norm));
+                }
+                joined(parts)
+            }
         };
         match &m.run {
             None => {
@@ -128,7 +148,7 @@ impl Panels {
 
     /// Held-out loss after `step`.
     pub fn held_out(&mut self, to: &mut dyn MetricsRenderer, run: Option<&str>, step: usize, loss: f64) {
-        let text = format!("{loss:.4} · step {step}");
+        let text = joined([format!("{loss:.4}"), format!("step {step}")]);
         match run {
             None => {
                 self.cycle(to, LOSS, Row::Valid);
@@ -164,6 +184,12 @@ impl Panels {
         }
     }
 
+    /// What is under way until the next step.
+    pub fn doing(to: &mut dyn MetricsRenderer, what: &str) {
+        // The numbers are those of the bars, which the next step sets.
+        to.start(0, 0, None, Some(&shown(what)));
+    }
+
     /// A run has its turn: the first of a round tells what the round before came to.
     fn turn(&mut self, to: &mut dyn MetricsRenderer, m: &StepMetrics, run: &str) {
         if self.round.runs.iter().any(|had| had == run) || self.steps.first.is_none() {
@@ -183,15 +209,16 @@ impl Panels {
 
     fn speed(&mut self, to: &mut dyn MetricsRenderer, m: &StepMetrics, tokens: usize, seconds: f64) {
         let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
-        let mut text = format!("{} tokens/s", thousands(speed as usize));
+        let mut parts = vec![format!("{} tokens/s", thousands(speed as usize))];
         if let Some(left) = self.steps.left() {
-            text += &format!(" · {} left", duration(left));
+            parts.push(format!("{} left", duration(left)));
             let epoch = self.steps_per_epoch.and_then(|steps| self.steps.left_of_epoch(steps));
-            text += &epoch.map_or(String::new(), |left| format!(", epoch {}", duration(left)));
+            parts.extend(epoch.map(|left| format!("{} of the epoch", duration(left))));
         }
-        text += &m.mfu.map_or(String::new(), |mfu| format!(" · MFU {mfu:.1} %"));
         let memory = m.device_bytes.or(m.peak_bytes).map(gib);
-        text += &memory.map_or(String::new(), |memory| format!(" · {memory:.2} GiB"));
+        parts.extend(m.mfu.map(|mfu| format!("MFU {mfu:.1} %")));
+        parts.extend(memory.map(|memory| format!("{memory:.2} GiB")));
+        let text = joined(parts);
         self.number(to, SPEED, Row::Train, Some(speed), &text);
         if let Some(memory) = memory {
             self.number(to, MEMORY, Row::Train, Some(memory), &format!("{memory:.2} GiB"));
@@ -329,13 +356,19 @@ fn entry(name: &str, text: &str) -> MetricEntry {
     MetricEntry::new(id(name), SerializedEntry::new(shown(text), String::new()))
 }
 
+/// `a · b · c`, which ends a line between its parts alone.
+fn joined(parts: impl IntoIterator<Item = String>) -> String {
+    let parts = parts.into_iter().map(|part| part.replace(' ', &SPACE.to_string()));
+    parts.collect::<Vec<_>>().join(&format!("{SPACE}· "))
+}
+
 /// Text without what would steer the terminal, its beginning.
 fn shown(text: &str) -> String {
     let mut shown: String = text
         .chars()
         .map(|c| match c {
             '\n' => '⏎',
-            c if c.is_whitespace() => ' ',
+            c if c.is_whitespace() && c != SPACE => ' ',
             c if c.is_control() => '\u{fffd}',
             c => c,
         })
