@@ -24,6 +24,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// From now on `holder` has what is printed; `None`: standard error again.
+#[cfg(feature = "tui")]
 pub(crate) fn hold(holder: Option<Arc<dyn Holder>>) {
     *locked(&HOLDER) = holder;
 }
@@ -87,6 +88,7 @@ pub(crate) fn size() -> Option<(u16, u16)> {
 }
 
 /// Where the terminal has gone away, lets what is still written to it go nowhere: some panic when they can't.
+#[cfg(feature = "tui")]
 pub(crate) fn let_go_if_gone() {
     #[cfg(unix)]
     if rustix::termios::tcgetattr(io::stderr()).is_err()
@@ -161,11 +163,11 @@ impl Drop for Bar {
 }
 
 /// How the terminal treats what is typed, to be put back later.
-#[cfg(unix)]
+#[cfg(all(unix, feature = "tui"))]
 #[derive(Debug, Clone)]
 pub(crate) struct Modes(rustix::termios::Termios);
 
-#[cfg(unix)]
+#[cfg(all(unix, feature = "tui"))]
 impl Modes {
     /// As it is now; `None` where there is no terminal, or where this process may not touch it, being in the
     /// background.
@@ -205,11 +207,11 @@ impl Modes {
     }
 }
 
-#[cfg(not(unix))]
+#[cfg(all(not(unix), feature = "tui"))]
 #[derive(Debug, Clone)]
 pub(crate) struct Modes;
 
-#[cfg(not(unix))]
+#[cfg(all(not(unix), feature = "tui"))]
 impl Modes {
     pub fn now() -> Option<Self> {
         Some(Self)
