@@ -9,7 +9,9 @@ use tracing::Level;
 use crate::checkpoint::RunFolder;
 use crate::config::{self, Difference};
 use crate::report::log::{self, LogFile, ToFile};
-use crate::report::{Both, Event, LineFormat, Plain, Report};
+use crate::report::{Both, Event, LineFormat, Live, Plain, Report};
+use crate::terminal::{self, Stderr};
+use crate::train::ranks::World;
 use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
@@ -198,13 +200,23 @@ fn sft(job: config::Loaded, args: &[String], format: &mut LineFormat) -> Result<
     let mut file = config.log.file.then_some(file);
     log::init(level, format, file.clone());
 
-    let terminal = Plain::new(io::stderr(), format).from_level(level);
-    let mut report = Both(terminal, ToFile::new(file.clone(), format, level));
+    let stop = stop_on_ctrl_c(format)?;
+    let mut live = Live::new(format, level);
+    // Of several processes each would draw on one terminal.
+    if !config.log.plain && !matches!(World::of(&config)?, World::Processes(_)) {
+        let stop = stop.clone();
+        live = live.with_dashboard(move || {
+            stop.stop();
+        });
+    }
+    let mut report = Both(live, ToFile::new(file.clone(), format, level));
     for line in describe(&differences) {
         report.event(&Event::Note(line));
     }
-    let stop = stop_on_ctrl_c(format)?;
-    match learner.fit_with(&mut report, &stop) {
+    let result = learner.fit_with(&mut report, &stop);
+    // The terminal is free again.
+    drop(report);
+    match result {
         Ok(summary) => print_after(&again::next_steps(&again::program(), &config, args, &summary)),
         Err(error) => {
             let error = with_command(error, args);
@@ -263,10 +275,11 @@ fn stop_on_ctrl_c(format: LineFormat) -> Result<StopFlag> {
     let flag = stop.clone();
     let handler = move || {
         if flag.stop() {
+            terminal::leave();
             std::process::exit(130);
         }
         let text = "stopping: what is under way is finished and saved first; once more ends at once";
-        Plain::new(io::stderr(), format).event(&Event::Note(text.into()));
+        Plain::new(Stderr, format).event(&Event::Note(text.into()));
     };
     ctrlc::set_handler(handler).map_err(|e| Error::Usage {
         message: format!("cannot listen for Ctrl-C: {e}"),

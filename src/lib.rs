@@ -42,6 +42,7 @@ pub mod hub;
 pub mod model;
 pub mod ops;
 pub mod report;
+mod terminal;
 pub mod train;
 
 pub use config::SftConfig;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Lower layers first; a module imports only from layers before its own, and from itself.
 const LAYERS: &[&[&str]] = &[
-    &["error", "folders"],
+    &["error", "folders", "terminal"],
     &["ops", "config", "assets"],
     &["hub", "device"],
     &["data"],

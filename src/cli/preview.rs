@@ -1,6 +1,6 @@
 //! `embertune preview`: one row, its trained tokens coloured (between marks where colours can't be seen).
 
-use std::io::{self, IsTerminal};
+use std::io;
 
 use tracing::Level;
 
@@ -8,7 +8,7 @@ use super::print;
 use crate::config::{self, DataConfig};
 use crate::data::{ChatTokenizer, Preview, preview as read_row};
 use crate::report::{LineFormat, log};
-use crate::{Error, Result, hub};
+use crate::{Error, Result, hub, terminal};
 
 /// What is shown.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,8 +35,7 @@ pub(super) fn preview(args: &[String]) -> Result<()> {
     let dir = hub::config_dir(&config.model.name)?;
     let tokenizer = ChatTokenizer::load(&dir, &config.tokenizer)?;
     let shown = read_row(data, &tokenizer, options.row)?;
-    let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    let style = if io::stdout().is_terminal() && !no_colour { Style::Colour } else { Style::Marks };
+    let style = if terminal::has_colours(&io::stdout()) { Style::Colour } else { Style::Marks };
     let mut text = format!("{}\n\n", about(&shown, data.seq_len, style));
     text += &match options.ids {
         true => tokens(&tokenizer, &shown, style)?,

@@ -330,6 +330,8 @@ table! {
         log_data: bool = false;
         /// Messages as JSON, one object a line.
         json_logging: bool = false;
+        /// A line a step on a terminal too, in place of the dashboard.
+        plain: bool = false;
     }
 }
 

@@ -5,7 +5,6 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 use ureq::http::HeaderMap;
 use xxhash_rust::xxh3::xxh3_64;
@@ -13,6 +12,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::cache::{self, Kind, Repo};
 use super::http::{Answer, Failure, Hub, chain};
 use super::{Choice, Found, Listing, Problem};
+use crate::terminal::Bar;
 
 /// The snapshot of a repository's revision as the hub has it now, with what `choose` wants of it. What is cached of
 /// that commit stays.
@@ -249,7 +249,7 @@ fn escaped(name: &str) -> String {
 
 /// A bar on a terminal; elsewhere a line at the start and for each tenth of a large file.
 struct Progress {
-    bar: ProgressBar,
+    bar: Bar,
     path: String,
     size: Option<u64>,
     done: u64,
@@ -258,12 +258,8 @@ struct Progress {
 
 impl Progress {
     fn new(path: &str, size: Option<u64>, done: u64) -> Self {
-        let bar = ProgressBar::new(size.unwrap_or(0)).with_position(done);
-        let style =
-            ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.set_message(path.to_string());
-        let progress = Self { bar, path: path.into(), size, done, told: done };
+        let progress =
+            Self { bar: Bar::of_bytes(path, size, done), path: path.into(), size, done, told: done };
         if progress.bar.is_hidden() {
             let size = size.map_or(String::new(), |size| format!(", {:.1} MiB", mib(size)));
             tracing::info!("downloading {path}{size}");
@@ -274,19 +270,13 @@ impl Progress {
     fn add(&mut self, bytes: u64) {
         const LARGE: u64 = 1 << 26;
         self.done += bytes;
-        self.bar.set_position(self.done);
+        self.bar.set(self.done);
         if let Some(size) = self.size.filter(|size| *size >= LARGE && self.bar.is_hidden())
             && self.done - self.told >= size / 10
         {
             self.told = self.done;
             tracing::info!("{}: {:.0} of {:.0} MiB", self.path, mib(self.done), mib(size));
         }
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
     }
 }
 

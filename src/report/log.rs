@@ -14,6 +14,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter}
 use tracing_subscriber::registry::LookupSpan;
 
 use super::{Event as Told, LineFormat, Plain, Report, RunInfo, StepMetrics, Summary};
+use crate::terminal::Stderr;
 use crate::{Error, Result};
 
 /// A log file that keeps what it is told in memory until the run's folder is ready for it, so
@@ -111,7 +112,7 @@ impl Report for ToFile {
     }
 }
 
-/// Standard error and, if there is one, the log file.
+/// The terminal and, if there is one, the log file.
 #[derive(Clone)]
 struct Tee(Option<LogFile>);
 
@@ -120,7 +121,7 @@ impl Write for Tee {
         if let Some(file) = &mut self.0 {
             file.write_all(bytes)?;
         }
-        io::stderr().write_all(bytes)?;
+        Stderr.write_all(bytes)?;
         Ok(bytes.len())
     }
 
@@ -137,9 +138,10 @@ impl<'a> MakeWriter<'a> for Tee {
     }
 }
 
-/// Sends `tracing` to standard error and to `file`. Other crates are heard from `warn` on.
+/// Sends `tracing` to the terminal and to `file`. Other crates are heard from `warn` on; not Burn's dashboard, of whose
+/// troubles its keeper tells.
 pub fn init(level: Level, format: LineFormat, file: Option<LogFile>) {
-    let filter = EnvFilter::new(format!("warn,embertune={level}"));
+    let filter = EnvFilter::new(format!("warn,burn_train=off,embertune={level}"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Tee(file));
     // A second run in one process keeps the first one's subscriber.
     let _ = builder.event_format(Lines(format)).try_init();

@@ -1,4 +1,5 @@
-//! What a run tells while it trains: the [`Report`] trait, and the plain reporter of a line a step.
+//! What a run tells while it trains: the [`Report`] trait, the plain reporter of a line a step, and the one of the
+//! command, with Burn's dashboard on a terminal.
 //!
 //! The recipe calls `start` once, then `step` and `event` as they come, then `finish`. The row in
 //! `metrics.jsonl` isn't a reporter's business: the recipe writes it whatever listens here.
@@ -8,6 +9,9 @@ use std::path::PathBuf;
 mod axis;
 mod curves;
 mod facts;
+#[cfg(feature = "tui")]
+mod dashboard;
+mod live;
 pub mod log;
 mod metrics;
 mod monitors;
@@ -18,6 +22,7 @@ mod sheet;
 
 pub use curves::{Curves, Row, distinct_names, name_of_folder, run_folders};
 pub use facts::RunFacts;
+pub use live::Live;
 pub use metrics::{PhaseTimes, StepMetrics, Summary, gib};
 pub use monitors::Monitors;
 pub use page::{Page, RunLine, duration, is_page, shell_quoted};
@@ -26,8 +31,8 @@ pub use plot::{Smoothing, is_picture, svg, write_png};
 
 /// Listener of a run.
 pub trait Report {
-    /// Something long before the first step is under way, `done` of `total` (0: who knows how many):
-    /// `loading weights`.
+    /// Something long is under way, `done` of `total` (0: who knows how many; both 0: it has no parts): `loading
+    /// weights`. It ends when all of `total` is done, or when something else is told.
     fn progress(&mut self, what: &str, done: usize, total: usize);
     /// Setup is done.
     fn start(&mut self, run: &RunInfo);
@@ -58,6 +63,12 @@ pub struct RunInfo {
     pub max_steps: Option<usize>,
     /// Steps that are done already.
     pub resumed_step: Option<usize>,
+    /// Steps of a pass over the data, where they have an end and the run is alone.
+    pub steps_per_epoch: Option<f64>,
+    /// Names of the runs, where there are several.
+    pub runs: Vec<String>,
+    /// Whether there will be samples.
+    pub samples: bool,
     /// The run's folder.
     pub output_dir: PathBuf,
 }

@@ -63,7 +63,13 @@ impl<W: Write> Plain<W> {
             LineFormat::Text => text.to_string(),
             LineFormat::Json => json!({ "level": level.as_str(), "message": text }).to_string(),
         };
-        let _ = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
+        self.write(text);
+    }
+
+    /// In one piece, for others write too.
+    fn write(&mut self, mut line: String) {
+        line.push('\n');
+        let _ = self.out.write_all(line.as_bytes()).and_then(|()| self.out.flush());
     }
 }
 
@@ -102,9 +108,7 @@ impl<W: Write> Report for Plain<W> {
     fn step(&mut self, metrics: &StepMetrics) {
         match self.format {
             LineFormat::Text => self.line(&step_line(metrics)),
-            LineFormat::Json if self.level >= Level::INFO => {
-                let _ = writeln!(self.out, "{}", metrics.to_json());
-            }
+            LineFormat::Json if self.level >= Level::INFO => self.write(metrics.to_json().to_string()),
             LineFormat::Json => {}
         }
     }

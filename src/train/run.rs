@@ -335,6 +335,7 @@ impl Run {
                 return Ok(());
             }
             self.make_way(&self.folder.checkpoints, report)?;
+            report.progress("saving the checkpoint", 0, 0);
             let clock = Instant::now();
             let state = State {
                 format: State::FORMAT,
@@ -366,6 +367,7 @@ impl Run {
         let adapter = target.join("lora_adapters");
         if !target.join(folder::STABLE).exists() {
             self.make_way(&self.folder.weights, report)?;
+            report.progress("saving the weights", 0, 0);
             let clock = Instant::now();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {

@@ -193,6 +193,12 @@ fn describe_data(loader: &Loader) -> String {
     )
 }
 
+/// Steps of a pass over the data, where they have an end.
+pub(super) fn steps_per_epoch(loader: &Loader) -> Option<f64> {
+    let report = loader.report();
+    (report.packed_rows > 0).then(|| 1.0 / report.epochs(1))
+}
+
 /// Adapters are small: every rank updates them all. Of a whole model each rank updates a part.
 pub(super) fn optimizer(config: &SftConfig, trainable: &[Trainable], ranks: &Ranks) -> Optimizer {
     let optimizer = Optimizer::new(&config.optim, trainable).hold_in(optimization_dtype(config));
@@ -310,6 +316,9 @@ pub(super) fn info(
         details,
         max_steps: Some(max_steps),
         resumed_step: (step > 0).then_some(step),
+        steps_per_epoch: None,
+        runs: Vec::new(),
+        samples: false,
         output_dir: config.output_dir.clone(),
     }
 }

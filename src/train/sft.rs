@@ -155,7 +155,8 @@ impl<'a> Job<'a> {
         let (mut model, details) = setup::model(runs, &grounds, report)?;
         let speed = setup::Speed::new(&grounds[0].selected, &model);
         let first = (grounds[0].begun.progress.step, grounds[0].max_steps);
-        let info = setup::info(config, &ranks, &grounds[0].selected, &model, details, first);
+        let mut info = setup::info(config, &ranks, &grounds[0].selected, &model, details, first);
+        info.steps_per_epoch = setup::steps_per_epoch(&grounds[0].data.loader).filter(|_| !several);
 
         // ---- each run: optimizer, what an earlier process left, its folder ----
         go_on(config, &ranks, stop)?;
@@ -168,6 +169,8 @@ impl<'a> Job<'a> {
         }
         if several {
             ranks.from_first(|| control::write_config(config, runs))?;
+            info.runs = runs.iter().map(|run| run.name.clone()).collect();
+            info.max_steps = made.iter().map(|run| run.start_step + run.max_steps()).max();
         }
         report.start(&info);
         if let Some(why) = setup::nothing_to_do(first.0, first.1).filter(|_| !several) {
