@@ -14,7 +14,7 @@ use embertune::model::{Decoder, LoraSpec, Sampling};
 
 fn tiny() -> Decoder {
     let dir = hub::model_dir("embertune/tiny").expect("it is compiled in");
-    Decoder::load(&dir, DType::F32, &Device::flex(), &mut |_, _| {}).unwrap()
+    Decoder::load(&dir, DType::F32, &Device::flex(), &mut |_, _| true).unwrap()
 }
 
 /// Two adapters whose B's aren't zero.
@@ -55,7 +55,12 @@ fn each_token_is_the_most_likely_after_all_before_it() {
     let sampling = Sampling { max_tokens: 12, ..Sampling::default() };
     for (model, run) in [(tiny(), 0), (with_adapters(tiny()), 0), (with_adapters(tiny()), 1)] {
         let mut told = vec![Vec::new(); 3];
-        let found = model.generate(&prompts, run, &sampling, &mut |n, id| told[n].push(id)).unwrap();
+        let found = model
+            .generate(&prompts, run, &sampling, &mut |n, id| {
+                told[n].push(id);
+                true
+            })
+            .unwrap();
         assert_eq!(found, told);
         for (prompt, written) in prompts.iter().zip(&found) {
             let mut ids = prompt.clone();
@@ -65,13 +70,13 @@ fn each_token_is_the_most_likely_after_all_before_it() {
             }
             // Alone as among others.
             assert_eq!(
-                &model.generate(std::slice::from_ref(prompt), run, &sampling, &mut |_, _| {}).unwrap()[0],
+                &model.generate(std::slice::from_ref(prompt), run, &sampling, &mut |_, _| true).unwrap()[0],
                 written
             );
         }
     }
     let adapted = with_adapters(tiny());
-    let of = |run| adapted.generate(&prompts, run, &sampling, &mut |_, _| {}).unwrap();
+    let of = |run| adapted.generate(&prompts, run, &sampling, &mut |_, _| true).unwrap();
     assert_ne!(of(0), of(1), "each adapter has its own words");
 }
 
@@ -82,18 +87,18 @@ fn texts_end_at_a_stop_token_and_drawing_repeats_with_its_seed() {
     let draw = |seed| {
         let sampling =
             Sampling { max_tokens: 20, temperature: 1.0, top_p: 0.95, seed, ..Sampling::default() };
-        model.generate(&prompts, 0, &sampling, &mut |_, _| {}).unwrap()
+        model.generate(&prompts, 0, &sampling, &mut |_, _| true).unwrap()
     };
     let first = draw(1);
     assert_eq!(first, draw(1));
     assert_ne!(first, draw(2));
     assert_ne!(first[0], first[1], "each prompt has a stream of its own");
     let greedy = Sampling { max_tokens: 20, ..Sampling::default() };
-    let whole = model.generate(&prompts[..1], 0, &greedy, &mut |_, _| {}).unwrap().remove(0);
+    let whole = model.generate(&prompts[..1], 0, &greedy, &mut |_, _| true).unwrap().remove(0);
     let stop = whole[3];
     let until = whole.iter().position(|&id| id == stop).unwrap();
     let sampling = Sampling { stop: vec![stop], ..greedy };
-    let cut = model.generate(&prompts[..1], 0, &sampling, &mut |_, _| {}).unwrap().remove(0);
+    let cut = model.generate(&prompts[..1], 0, &sampling, &mut |_, _| true).unwrap().remove(0);
     assert_eq!(cut, whole[..until]);
 }
 
@@ -102,7 +107,7 @@ fn what_cannot_be_answered_is_an_error() {
     let model = tiny();
     let fails = |prompts: &[Vec<u32>], run, max_tokens| {
         let sampling = Sampling { max_tokens, ..Sampling::default() };
-        model.generate(prompts, run, &sampling, &mut |_, _| {}).unwrap_err().to_string()
+        model.generate(prompts, run, &sampling, &mut |_, _| true).unwrap_err().to_string()
     };
     assert!(fails(&[vec![]], 0, 1).contains("prompt 0 has 0 tokens"));
     assert!(fails(&[vec![1]], 0, 1 << 24).contains("wanted 1 to"));

@@ -150,6 +150,7 @@ impl Speaker {
                 failed = say(&text[shown..]).err();
                 shown = text.len();
             }
+            true
         };
         self.model.generate(&[ids], 0, &self.sampling, &mut told)?;
         if let Some(error) = failed {

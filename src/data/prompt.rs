@@ -1,11 +1,25 @@
 //! What a model is asked, and where its answer ends.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::row::Conversation;
 use super::tokenize::{ChatTokenizer, read_object};
 use crate::config::LossMaskConfig;
 use crate::error::Result;
+
+impl Conversation {
+    /// One question, with a system message or without.
+    pub fn asking(system: Option<&str>, prompt: &str) -> Self {
+        let turns = system.map(|text| ("system", text)).into_iter().chain([("user", prompt)]);
+        Self { messages: turns.map(|(role, text)| Self::turn(role, text)).collect(), ..Self::default() }
+    }
+
+    /// A message of plain text.
+    pub fn turn(role: &str, text: &str) -> Map<String, Value> {
+        let pairs = [("role", role), ("content", text)];
+        pairs.into_iter().map(|(key, value)| (key.to_string(), value.into())).collect()
+    }
+}
 
 impl ChatTokenizer {
     /// The ids of a conversation up to where the assistant's next turn begins.
