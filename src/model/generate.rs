@@ -24,13 +24,23 @@ pub struct Sampling {
     pub top_k: Option<usize>,
     /// Of the drawing; each prompt has a stream of its own.
     pub seed: u64,
+    /// The first prompt's stream; the next has the next.
+    pub stream: u64,
     /// Tokens that end a text; they aren't part of it.
     pub stop: Vec<u32>,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { max_tokens: 256, temperature: 0.0, top_p: 1.0, top_k: None, seed: 0, stop: Vec::new() }
+        Self {
+            max_tokens: 256,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: None,
+            seed: 0,
+            stream: 0,
+            stop: Vec::new(),
+        }
     }
 }
 
@@ -58,7 +68,8 @@ struct Reader {
 
 impl Decoder {
     /// What comes after each prompt, by the adapters of `run` (0 where there is one or none). `told` hears of each
-    /// token, with its prompt's number, as it is chosen, and says whether that text goes on.
+    /// token, with its prompt's number, as it is chosen, and says whether that text goes on; of `None` where a stop token
+    /// ends it.
     ///
     /// With temperature 0 a token is the most likely one after all before it, the first of equals. Where two are equally
     /// likely but for rounding, the pass over the whole text at once, whose sums run in another order, may prefer the other.
@@ -70,16 +81,16 @@ impl Decoder {
         prompts: &[Vec<u32>],
         run: usize,
         sampling: &Sampling,
-        told: &mut dyn FnMut(usize, u32) -> bool,
+        told: &mut dyn FnMut(usize, Option<u32>) -> bool,
     ) -> Result<Vec<Vec<u32>>> {
         let limit = self.config().max_position_embeddings;
         let mut texts = Vec::with_capacity(prompts.len());
         for (number, prompt) in prompts.iter().enumerate() {
-            sampling
-                .check(prompt.len(), limit)
-                .map_err(|(what, hint)| Error::train(format!("prompt {number} {what}"), hint))?;
+            sampling.check(prompt.len(), limit).map_err(|what| {
+                Error::train(format!("prompt {number} {what}"), "shorten it, or ask for less")
+            })?;
             let mut generator = ChaCha8Rng::seed_from_u64(sampling.seed);
-            generator.set_stream(number as u64);
+            generator.set_stream(sampling.stream + number as u64);
             texts.push(Text { number, new: prompt.clone(), seen: 0, generator });
         }
         let mut written = vec![Vec::new(); prompts.len()];
@@ -94,12 +105,13 @@ impl Decoder {
             texts.retain_mut(|text| {
                 let id = chosen.next().expect("a token for each text");
                 if sampling.stop.contains(&id) {
+                    told(text.number, None);
                     return false;
                 }
                 written[text.number].push(id);
                 text.seen += text.new.len();
                 text.new = vec![id];
-                told(text.number, id) && written[text.number].len() < sampling.max_tokens
+                told(text.number, Some(id)) && written[text.number].len() < sampling.max_tokens
             });
             if texts.is_empty() {
                 return Ok(written);
@@ -185,18 +197,16 @@ impl Reader {
 }
 
 impl Sampling {
-    /// Whether a prompt of so many tokens can be answered by a model with so many positions; else what is wrong, and a
-    /// remedy.
+    /// Whether a prompt of so many tokens can be answered by a model with so many positions; else what is wrong.
     ///
     /// # Errors
     /// It is empty, or too long.
-    pub fn check(&self, prompt: usize, positions: usize) -> std::result::Result<(), (String, &'static str)> {
+    pub fn check(&self, prompt: usize, positions: usize) -> std::result::Result<(), String> {
         if (1..=positions.saturating_sub(self.max_tokens)).contains(&prompt) {
             return Ok(());
         }
-        let what =
-            format!("has {prompt} tokens, with {} to come; wanted 1 to {positions} in all", self.max_tokens);
-        Err((what, "lower the number of tokens to come, or shorten the prompt"))
+        let to_come = self.max_tokens;
+        Err(format!("has {prompt} tokens, with {to_come} to come; wanted 1 to {positions} in all"))
     }
 
     /// The next token of each text, of its row of logits.
