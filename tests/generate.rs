@@ -9,6 +9,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use common::goldens::floats;
+use common::next::{CASES, Place, errors};
 use common::run::{Ran, RunDir};
 use embertune::config::{LoraConfig, SampleConfig, TokenizerConfig};
 use embertune::data::{Batch, ChatTokenizer, Prompt, Stream};
@@ -82,6 +83,16 @@ fn each_token_is_the_most_likely_after_all_before_it() {
     let adapted = with_adapters(tiny());
     let of = |run| adapted.generate(&prompts, run, &sampling, &mut |_, _| true).unwrap();
     assert_ne!(of(0), of(1), "each adapter has its own words");
+}
+
+#[test]
+fn a_layer_over_a_token_at_a_time_is_the_layer_over_whole_texts() {
+    let place = Place { device: &Device::flex(), on_card: false };
+    for (n, case) in CASES.iter().enumerate() {
+        let errors = errors(&case.one_by_one(place, &|| {}), &case.at_once(place));
+        // Sums in another order.
+        assert!(errors.iter().all(|&error| error < 2e-5), "case {n}: {errors:?}");
+    }
 }
 
 #[test]
