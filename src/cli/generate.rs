@@ -36,6 +36,9 @@ pub(super) struct GenerateArgs {
     /// Take prompts as they are, without the chat template.
     #[arg(long, conflicts_with = "chat")]
     raw: bool,
+    /// Another tokenizer than the model's: a folder or hub id, as the key `tokenizer.name`.
+    #[arg(long, value_name = "NAME")]
+    tokenizer: Option<String>,
     /// Another chat template: a file, or the template itself.
     #[arg(long, value_name = "JINJA", conflicts_with = "raw")]
     chat_template: Option<String>,
@@ -98,8 +101,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         });
     }
     let base = hub::model_dir(&args.model)?;
-    let settings =
-        TokenizerConfig { chat_template: args.chat_template.clone(), ..TokenizerConfig::default() };
+    let (name, chat_template) = (args.tokenizer.clone(), args.chat_template.clone());
+    let settings = TokenizerConfig { name, chat_template, ..TokenizerConfig::default() };
     let tokenizer = Arc::new(ChatTokenizer::load(&base, &settings)?);
     if talks && !tokenizer.has_chat_template() {
         let message = "the tokenizer has no chat template, which a conversation needs";
