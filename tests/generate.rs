@@ -118,6 +118,23 @@ fn texts_end_at_a_stop_token_and_drawing_repeats_with_its_seed() {
 }
 
 #[test]
+fn an_answer_ends_where_training_ends_a_turn() {
+    let tiny = hub::model_dir("embertune/tiny").expect("it is compiled in");
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(tiny.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    // As in Qwen's base models, whose chat template ends turns with another token than the one that ends texts.
+    let settings = std::fs::read_to_string(tiny.join("tokenizer_config.json")).unwrap();
+    let settings = settings.replace(r#""eos_token": "<|im_end|>""#, r#""eos_token": "<|endoftext|>""#);
+    std::fs::write(dir.path().join("tokenizer_config.json"), settings).unwrap();
+    let tokenizer = ChatTokenizer::load(dir.path(), &TokenizerConfig::default()).unwrap();
+    let id = |text| tokenizer.token_id(text).unwrap();
+    assert_eq!(tokenizer.eos_id(), Some(id("<|endoftext|>")));
+    let mut both = vec![id("<|endoftext|>"), id("<|im_end|>")];
+    both.sort_unstable();
+    assert_eq!(tokenizer.stop_ids(), both);
+}
+
+#[test]
 fn what_cannot_be_answered_is_an_error() {
     let model = tiny();
     let fails = |prompts: &[Vec<u32>], run, max_tokens| {

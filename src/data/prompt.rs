@@ -179,8 +179,9 @@ impl ChatTokenizer {
         let messages = vec![Conversation::turn("user", "a"), Conversation::turn("assistant", "a")];
         let conversation = Conversation { messages, ..Conversation::default() };
         let (sample, _) = self.encode_chat(&conversation, &LossMaskConfig::default()).ok()?;
-        let last = sample.mask.iter().rposition(|&trained| trained)?;
-        Some(sample.ids[last]).filter(|&id| self.is_special(id))
+        let trained =
+            sample.ids.into_iter().zip(sample.mask).filter_map(|(id, trained)| trained.then_some(id));
+        trained.filter(|&id| self.is_special(id)).last()
     }
 }
 
