@@ -11,6 +11,7 @@ pub mod page;
 pub mod ranks;
 mod resume;
 mod run;
+mod sample;
 pub mod schedule;
 mod setup;
 pub mod sft;

@@ -25,8 +25,18 @@ pub(super) struct Keys {
 }
 
 /// Sections whose keys say nothing about the numbers that come out.
-const NEUTRAL: [&str; 9] =
-    ["ckpt", "log", "monitors", "heartbeat", "val", "output_dir", "clean_output_dir", "dry_run", "device"];
+const NEUTRAL: [&str; 10] = [
+    "ckpt",
+    "log",
+    "monitors",
+    "heartbeat",
+    "val",
+    "sample",
+    "output_dir",
+    "clean_output_dir",
+    "dry_run",
+    "device",
+];
 /// LoRA keys that may change from one process to the next.
 const LORA_SETTINGS: [&str; 3] =
     ["model.lora.dropout", "model.lora.init_lora_weights", "model.lora.init_adapter_path"];
