@@ -21,12 +21,14 @@ mod runs;
 mod source;
 mod write;
 
+pub(crate) use access::keys;
 pub use access::{help, reference};
 
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use data::*;
 pub(crate) use load::nearest_sibling;
 pub use load::{Loaded, load, load_run};
+pub(crate) use reference::FlagKey;
 pub use runs::RunConfig;
 pub use write::Difference;
 

@@ -23,13 +23,13 @@ pub(crate) const REFUSED: &[Refused] = &[
     // The run.
     no("wandb", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
     no("monitors", "metrics stay on this machine", "`metrics.jsonl` in the run folder has every step"),
-    no(
-        "bench",
-        "there is no benchmark mode",
-        "`data.type = \"fake\"` and a small `max_steps`; each step prints its tokens/s",
-    ),
+    no("bench", "it is a command here", "`embertune bench @ run.toml`"),
     no("heartbeat", "nothing is sent over the network", "watch `metrics.jsonl` in the run folder"),
-    no("deployment", "ranks come from the launcher", "one device a run for now; leave the section out"),
+    no(
+        "deployment",
+        "devices are named by `device`, processes started by a launcher",
+        "`device = \"cuda\"` takes every card; `embertune launch --ranks 8 -- sft …` starts a process for each",
+    ),
     no("slurm", "jobs are submitted by the user", "call `embertune sft` in your own sbatch script"),
     no("loss_impl", "there is one loss, and it never holds all logits", FREE),
     no("loss", RL, FREE),
