@@ -94,7 +94,7 @@ enum Command {
         #[arg(long, value_parser = ["float32", "float16", "bfloat16"])]
         dtype: Option<String>,
     },
-    /// Print what a shell needs to complete commands, flags and every key: `completions bash >> ~/.bash_completion`
+    /// Print what a shell needs to complete commands, flags and every key: `source <(embertune completions bash)`
     Completions {
         /// The shell.
         shell: clap_complete::Shell,

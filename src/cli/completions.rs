@@ -9,24 +9,25 @@ use crate::config::{self, FlagKey};
 /// The script for `shell`.
 pub(super) fn script(command: Command, shell: Shell) -> String {
     let keys = config::keys();
-    let subcommands: Vec<String> = command.get_subcommands().map(|c| c.get_name().to_string()).collect();
-    let mut command = subcommands.iter().fold(command, |command, name| {
-        command.mut_subcommand(name, |subcommand| match reads_keys(&subcommand) {
-            true => with_keys(subcommand, &keys),
-            false => subcommand,
-        })
-    });
+    let mut command = where_keys_are_read(command, |subcommand| with_keys(subcommand, &keys));
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut command, "embertune", &mut script);
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// Whether a command takes keys and files, which it reads by itself.
-pub(super) fn reads_keys(command: &Command) -> bool {
+/// The command, with those of its subcommands changed that take keys and files, which they read by themselves.
+pub(super) fn where_keys_are_read(command: Command, change: impl Fn(Command) -> Command) -> Command {
+    let reading = command.get_subcommands().filter(|subcommand| reads_keys(subcommand));
+    let names: Vec<String> = reading.map(|subcommand| subcommand.get_name().to_string()).collect();
+    names.iter().fold(command, |command, name| command.mut_subcommand(name, &change))
+}
+
+fn reads_keys(command: &Command) -> bool {
     command.get_arguments().any(|arg| arg.get_id() == "args")
 }
 
-/// The flags of its own that such a command reads, from the help of its arguments: `--row N` there is `("row", Some("N"))`.
+/// The flags of its own that such a command reads, from the help of its arguments: `--row N` there is
+/// `("row", Some("N"))`.
 pub(super) fn own_flags(command: &Command) -> Vec<(String, Option<String>)> {
     let args = command.get_arguments().find(|arg| arg.get_id() == "args");
     let help = args.and_then(Arg::get_help).map(ToString::to_string).unwrap_or_default();

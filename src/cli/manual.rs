@@ -52,6 +52,7 @@ pub(super) fn run(command: Command, args: &ManArgs) -> Result<()> {
 
 /// The page of the whole, then one for each command.
 fn pages(command: Command) -> Vec<Page> {
+    let command = completions::where_keys_are_read(command, with_keys);
     let mut command = command.disable_help_subcommand(true);
     command.build();
     let commands: Vec<Command> = command.get_subcommands().cloned().collect();
@@ -60,10 +61,6 @@ fn pages(command: Command) -> Vec<Page> {
 
 fn page(command: Command) -> Page {
     let name = command.get_display_name().unwrap_or(command.get_name()).to_string();
-    let command = match completions::reads_keys(&command) {
-        true => with_keys(command),
-        false => command,
-    };
     let mut text = Vec::new();
     let man = Man::new(command).source(concat!("embertune ", env!("CARGO_PKG_VERSION")));
     man.render(&mut text).expect("a Vec takes everything");
@@ -79,7 +76,7 @@ fn with_keys(command: Command) -> Command {
     let mut usage = format!("embertune {name}{own_usage} [@ FILE]... [--SECTION.KEY VALUE]...");
     let mut flags: Vec<Arg> = own.iter().map(|(name, value)| own_flag(name, value.as_deref())).collect();
     match name.as_str() {
-        "sft" => flags.extend(config::keys().iter().enumerate().map(|(n, key)| key_flag(n, key))),
+        "sft" => flags.extend(key_flags()),
         "launch" => usage = "embertune launch --ranks N -- sft [@ FILE]... [--SECTION.KEY VALUE]...".into(),
         _ => {}
     }
@@ -98,15 +95,25 @@ fn own_flag(name: &str, value: Option<&str>) -> Arg {
     }
 }
 
-fn key_flag(number: usize, key: &FlagKey) -> Arg {
-    let heading =
-        if key.section.is_empty() { "Keys at the top".into() } else { format!("Keys of [{}]", key.section) };
-    // Several types of a section may have a key of one name.
-    Arg::new(format!("{number} {}", key.flag))
-        .long(key.flag.clone())
-        .value_name(key.kind.clone())
-        .help(format!("{} Default: {}.", key.doc, key.default))
-        .help_heading(heading)
+/// All keys; one that several types of a section have is one flag, with all that it means.
+fn key_flags() -> Vec<Arg> {
+    let mut flags: Vec<(FlagKey, String)> = Vec::new();
+    for key in config::keys() {
+        let meaning = format!("{} Default: {}.", key.doc, key.default);
+        match flags.iter_mut().find(|(other, _)| other.flag == key.flag) {
+            Some((_, meanings)) => *meanings += &format!(" {meaning}"),
+            None => flags.push((key, meaning)),
+        }
+    }
+    flags.into_iter().map(|(key, meaning)| key_flag(key, meaning)).collect()
+}
+
+fn key_flag(key: FlagKey, meaning: String) -> Arg {
+    let heading = match key.section.as_str() {
+        "" => "Keys at the top".into(),
+        section => format!("Keys of [{section}]"),
+    };
+    Arg::new(key.flag.clone()).long(key.flag).value_name(key.kind).help(meaning).help_heading(heading)
 }
 
 /// Writes the pages, over earlier ones of ours alone.
