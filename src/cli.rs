@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tracing::Level;
 
 use crate::checkpoint::RunFolder;
@@ -16,9 +16,11 @@ use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
 mod bench;
+mod completions;
 mod generate;
 mod launch;
 mod lint;
+mod manual;
 mod merge;
 mod plot;
 mod preview;
@@ -97,6 +99,13 @@ enum Command {
         #[arg(long, value_parser = ["float32", "float16", "bfloat16"])]
         dtype: Option<String>,
     },
+    /// Print what a shell needs to complete commands, flags and every key: `source <(embertune completions bash)`
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page of a command, or write all of them: `man sft | man -l -`
+    Man(manual::ManArgs),
 }
 
 /// Parses the process's arguments, runs the subcommand, prints what went wrong, and returns the exit code. A usage
@@ -123,6 +132,8 @@ pub fn run() -> u8 {
         Command::Lint(args) => lint::run(&args),
         Command::Plot(args) => plot::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
+        Command::Completions { shell } => print(&completions::script(Cli::command(), shell)),
+        Command::Man(args) => manual::run(Cli::command(), &args),
     };
     let Err(error) = result else { return 0 };
     let _ = writeln!(io::stderr(), "{}", describe_error(&error, format));

@@ -1,6 +1,6 @@
 //! What other modules ask a configuration, beside its fields.
 
-use super::reference::Reference;
+use super::reference::{FlagKey, Reference};
 use super::{ColumnsConfig, DataConfig, Difference, SchedulerConfig, SftConfig, load, write};
 
 impl SftConfig {
@@ -97,4 +97,9 @@ pub fn reference() -> String {
 /// The reference of all keys as flags, for `--help`.
 pub fn help() -> String {
     Reference::new().flags()
+}
+
+/// All keys as flags, for completions and the man page.
+pub(crate) fn keys() -> Vec<FlagKey> {
+    Reference::new().keys()
 }

@@ -22,12 +22,14 @@ mod sample;
 mod source;
 mod write;
 
+pub(crate) use access::keys;
 pub use access::{help, reference};
 
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};
 pub use data::*;
 pub(crate) use load::nearest_sibling;
 pub use load::{Loaded, load, load_run};
+pub(crate) use reference::FlagKey;
 pub use runs::RunConfig;
 pub use sample::SampleConfig;
 pub use write::Difference;

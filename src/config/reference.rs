@@ -96,15 +96,58 @@ impl Reference {
 impl Reference {
     /// The keys as flags, for `--help`.
     pub fn flags(&self) -> String {
-        let mut out = String::new();
+        let keys = self.keys().into_iter().filter(|key| !key.is_section);
+        keys.map(|key| format!("  --{} <{}>  [{}]\n        {}\n", key.flag, key.kind, key.default, key.doc))
+            .collect()
+    }
+
+    /// The keys, and the sections that are off by default; one that several types of a section have, for each.
+    pub fn keys(&self) -> Vec<FlagKey> {
+        let mut keys = Vec::new();
         for page in &self.pages {
-            for row in page.rows.iter().filter(|row| !self.is_section(&join(&page.path, row.name))) {
-                let flag = join(&page.path, row.name).replace('_', "-");
-                let only = page.only(row);
-                out += &format!("  --{flag} <{}>  [{}]\n        {only}{}\n", row.kind, row.default, row.doc);
+            for row in &page.rows {
+                let path = join(&page.path, row.name);
+                if self.is_section(&path) && row.default != "None" {
+                    continue;
+                }
+                keys.push(FlagKey {
+                    flag: path.replace('_', "-"),
+                    is_section: self.is_section(&path),
+                    section: page.path.clone(),
+                    kind: row.kind.clone(),
+                    default: row.default.clone(),
+                    doc: page.only(row) + &row.doc,
+                });
             }
         }
-        out
+        keys
+    }
+}
+
+/// A key as the command line has it.
+#[derive(Debug, Clone)]
+pub(crate) struct FlagKey {
+    /// `optim.max-norm`.
+    pub flag: String,
+    /// Whether it is a section, off by default.
+    pub is_section: bool,
+    /// The section it stands in; empty at the top.
+    pub section: String,
+    /// The type, in words.
+    pub kind: String,
+    pub default: String,
+    pub doc: String,
+}
+
+impl FlagKey {
+    /// The words that can stand as its value, as far as they are known.
+    pub fn words(&self) -> Vec<&str> {
+        self.kind.split('`').skip(1).step_by(2).map(|word| word.trim_matches('"')).collect()
+    }
+
+    /// Whether it is `true` or `false` and nothing else.
+    pub fn is_switch(&self) -> bool {
+        self.kind == <bool as Field>::kind()
     }
 }
 
