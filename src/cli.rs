@@ -53,7 +53,8 @@ enum Command {
     },
     /// Find out how fast `sft` would be: `bench @ run.toml`. Nothing is saved.
     Bench {
-        /// As for `sft`; and `--steps N` (10), `--warmup N` (3), `--json FILE`.
+        /// As for `sft`; and `--steps N` (10), `--warmup N` (3), `--json FILE`, `--peer COMMAND`: another trainer on the same
+        /// step, such as `python3 tools/parity/peer.py`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },

@@ -164,13 +164,18 @@ fn in_one_style(hint: &str) -> String {
 
 /// What mends an I/O error, where the system's own words don't say it.
 fn io_hint(path: &Path, doing: &str, source: &std::io::Error) -> &'static str {
-    use std::io::ErrorKind::{InvalidData, InvalidInput, Other, QuotaExceeded, StorageFull, UnexpectedEof};
+    use std::io::ErrorKind::{InvalidData, InvalidInput, Other, UnexpectedEof};
+    use std::io::ErrorKind::{PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
     let is_packed = path.extension().is_some_and(|ending| ending == "gz" || ending == "zst");
     match source.kind() {
         _ if doing == "write" && path == std::env::temp_dir() => {
             "tokens lie there while the run lives: the environment variable `TMPDIR` names another folder"
         }
         StorageFull | QuotaExceeded => "make room on that disk, or name a folder on another one",
+        PermissionDenied if doing == "read" => "give yourself the right to read it (`chmod u+r`), or copy it",
+        PermissionDenied | ReadOnlyFilesystem => {
+            "name a folder that you may write to (a run's is `output_dir`), or change its rights (`chmod u+w`)"
+        }
         InvalidData | InvalidInput | UnexpectedEof | Other if doing == "read" && is_packed => {
             "if a download was cut, fetch the file again; if it isn't packed, give it a name without that ending"
         }
@@ -291,6 +296,8 @@ mod tests {
         has(hint(Path::new("x.jsonl.gz"), "read", std::io::ErrorKind::UnexpectedEof), "fetch the file again");
         has(hint(&std::env::temp_dir(), "write", std::io::ErrorKind::StorageFull), "`TMPDIR`");
         has(hint(Path::new("/data"), "write", std::io::ErrorKind::StorageFull), "make room");
-        assert_eq!(hint(Path::new("x.jsonl"), "read", std::io::ErrorKind::PermissionDenied), None);
+        has(hint(Path::new("x.jsonl"), "read", std::io::ErrorKind::PermissionDenied), "chmod");
+        has(hint(Path::new("/x"), "create", std::io::ErrorKind::ReadOnlyFilesystem), "`output_dir`");
+        assert_eq!(hint(Path::new("x.jsonl"), "read", std::io::ErrorKind::NotFound), None);
     }
 }

@@ -289,6 +289,10 @@ fn offline() -> bool {
 
 /// Nothing by that name: says where was looked and what is nearly called so.
 fn not_found(name: &str, key: &str, hub: Option<(String, String)>) -> Error {
+    if name.trim().is_empty() {
+        let hint = "name a file, a folder, or a hub id such as `owner/name`".into();
+        return Error::Hub { message: format!("`{key}` is empty"), hint };
+    }
     let (tried, mut hint) = match hub {
         Some((why, hint)) => {
             (format!("no such file or folder, and it could not be had from the hub: {why}"), hint)

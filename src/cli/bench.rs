@@ -17,13 +17,17 @@ use crate::{Error, Result};
 struct Options {
     amount: Amount,
     json: Option<PathBuf>,
+    peer: Option<String>,
 }
 
 pub(super) fn bench(args: &[String]) -> Result<()> {
     let (options, args) = Options::take(args)?;
     let config = config::load(&args)?.config;
     log::init(Level::INFO, LineFormat::Text, None);
-    let found = measure(&config, options.amount, &mut Plain::new(io::stderr(), LineFormat::Text))?;
+    let found = {
+        let report = &mut Plain::new(io::stderr(), LineFormat::Text);
+        measure(&config, options.amount, options.peer.as_deref(), report)?
+    };
     if let Some(path) = &options.json {
         let text = format!("{:#}\n", found.to_json());
         std::fs::write(path, text).map_err(|e| Error::io(path, "write", e))?;
@@ -32,9 +36,9 @@ pub(super) fn bench(args: &[String]) -> Result<()> {
 }
 
 impl Options {
-    /// Takes `--steps N`, `--warmup N` and `--json FILE` out of the arguments; the others are the configuration's.
+    /// Takes `--steps N`, `--warmup N`, `--json FILE` and `--peer COMMAND` out of the arguments; the others are the configuration's.
     fn take(args: &[String]) -> Result<(Self, Vec<String>)> {
-        let mut options = Options { amount: Amount { warmup: 3, steps: 10 }, json: None };
+        let mut options = Options { amount: Amount { warmup: 3, steps: 10 }, json: None, peer: None };
         let mut rest = Vec::new();
         let mut args = args.iter();
         while let Some(arg) = args.next() {
@@ -46,6 +50,7 @@ impl Options {
                 "--json" => {
                     options.json = Some(value().ok_or_else(|| usage("`--json` wants a file"))?.into())
                 }
+                "--peer" => options.peer = Some(value().ok_or_else(|| usage("`--peer` wants a command"))?),
                 _ => rest.push(arg.clone()),
             }
         }
@@ -92,6 +97,15 @@ fn describe(bench: &Bench) -> String {
         line("memory of the process", bytes);
     }
     line("start to first step", format!("{:.2} s", bench.to_first_step));
+    if let Some(peer) = &bench.peer {
+        let seconds = peer.median_ms() / 1e3;
+        let memory = of(peer.peak_bytes).map(|gib| format!(", {gib}")).unwrap_or_default();
+        let _ = writeln!(text, "{}, on the same step before", peer.name);
+        let mut line = |name: &str, value: String| writeln!(text, "  {name:<24}{value}");
+        let _ = line("step", format!("{:.1} ms ({} steps){memory}", 1e3 * seconds, peer.ms.len()));
+        let _ = line("tokens a second", format!("{:.0}", bench.tokens as f64 / seconds));
+        let _ = line("embertune's, times that", format!("{:.2}", 1e3 * seconds / bench.median_ms()));
+    }
     text
 }
 
@@ -101,10 +115,25 @@ mod tests {
 
     #[test]
     fn flags_of_its_own_are_taken_out() {
-        let args = ["@", "a.toml", "--steps", "5", "--warmup=0", "--optim.lr", "1", "--json", "x.json"];
+        let args = [
+            "@",
+            "a.toml",
+            "--steps",
+            "5",
+            "--warmup=0",
+            "--optim.lr",
+            "1",
+            "--json",
+            "x.json",
+            "--peer",
+            "python3 p.py",
+        ];
         let (options, rest) = Options::take(&args.map(String::from)).unwrap();
         let amount = Amount { warmup: 0, steps: 5 };
-        assert_eq!(options, Options { amount, json: Some("x.json".into()) });
+        assert_eq!(
+            options,
+            Options { amount, json: Some("x.json".into()), peer: Some("python3 p.py".into()) }
+        );
         assert_eq!(rest, ["@", "a.toml", "--optim.lr", "1"]);
         for wrong in [["--steps", "0"], ["--warmup", "x"]] {
             assert!(Options::take(&wrong.map(String::from)).is_err());

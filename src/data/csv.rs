@@ -20,7 +20,7 @@ pub(super) fn rows(path: &Path, reader: Reader) -> Rows {
         loop {
             let place = Place { file: file.clone(), row: records.line() };
             let fields = match records.next() {
-                Ok(Some(record)) => texts(record),
+                Ok(Some(record)) => texts(record).and_then(|fields| records.closed().map(|()| fields)),
                 Ok(None) => return None,
                 Err(error) => return Some(Err(Error::io(file.as_ref(), "read", error))),
             };
@@ -46,11 +46,19 @@ struct Records {
     text: Vec<u8>,
     /// Where each field ends in `text`.
     ends: Vec<usize>,
+    /// The file ends inside double quotes.
+    open: bool,
 }
 
 impl Records {
     fn new(reader: Reader) -> Self {
-        Self { reader, parser: csv_core::Reader::new(), text: vec![0; 1 << 12], ends: vec![0; 16] }
+        Self {
+            reader,
+            parser: csv_core::Reader::new(),
+            text: vec![0; 1 << 12],
+            ends: vec![0; 16],
+            open: false,
+        }
     }
 
     /// The 1-based line on which the next record begins.
@@ -63,12 +71,19 @@ impl Records {
 
     /// The fields of the next record.
     fn next(&mut self) -> std::io::Result<Option<Vec<&[u8]>>> {
-        let (mut text, mut fields) = (0, 0);
+        let (mut text, mut fields, mut begun) = (0, 0, false);
         loop {
             let input = self.reader.fill_buf()?;
+            // The parser ends a record with the file, inside quotes too; a line's end it takes as such only outside.
+            let last = input.is_empty() && begun && !self.open;
+            let given = if last { b"\n" } else { input };
             let (result, read, written, ended) =
-                self.parser.read_record(input, &mut self.text[text..], &mut self.ends[fields..]);
-            self.reader.consume(read);
+                self.parser.read_record(given, &mut self.text[text..], &mut self.ends[fields..]);
+            begun |= given[..read].iter().any(|byte| !b"\r\n".contains(byte));
+            self.open |= last && matches!(result, ReadRecordResult::InputEmpty);
+            if !last {
+                self.reader.consume(read);
+            }
             text += written;
             fields += ended;
             match result {
@@ -83,6 +98,14 @@ impl Records {
                 }
             }
         }
+    }
+}
+
+impl Records {
+    /// Whether the last record had its closing quote.
+    fn closed(&self) -> Result<(), Fault> {
+        let hint = "Close it, or write a quote that belongs to the text twice (`\"\"`).";
+        if self.open { Err(Fault::new("the file ends inside double quotes", hint)) } else { Ok(()) }
     }
 }
 
@@ -145,6 +168,11 @@ mod tests {
         let got = rows(b"a,b\n1,2\n3\n\xff,4\n");
         assert_eq!(got[1], Err(":3: 1 values, but the header has 2".into()));
         assert_eq!(got[2], Err(":4: not UTF-8".into()));
+        let got = rows(b"a,b\n1,2\n3,\"4\n5,6\n");
+        assert_eq!(got[1..], [Err(":3: the file ends inside double quotes".into())]);
+        for whole in ["a,b\n1,2", "a,b\n1,\"2\"", "a,b\r\n1,2\r\n\r\n", "a,b\n1,\"2\"\n\n"] {
+            assert_eq!(rows(whole.as_bytes()), [Ok((2, json!({"a": "1", "b": "2"})))], "{whole:?}");
+        }
         assert_eq!(rows(b"a,b,a\n1,2,3\n")[0], Err(":1: the header has `a` twice".into()));
     }
 }

@@ -215,3 +215,10 @@ fn patterns_name_files_whatever_their_split() {
     let error: String = files("c/*.jsonl").unwrap_err();
     assert!(error.contains("c/*.jsonl") && error.contains("no file matches"), "{error}");
 }
+#[test]
+fn a_name_that_is_empty_is_called_so() {
+    for found in [model_dir(" "), dataset_files("", None, "train").map(|_| PathBuf::new())] {
+        let error = found.unwrap_err();
+        assert!(error.to_string().ends_with("` is empty") && error.hint().is_some(), "{error}");
+    }
+}

@@ -1,6 +1,8 @@
 //! How fast a configuration trains here: warm-up, then steps on the same data, then a few more with the device
 //! waited for between phases.
 
+mod peer;
+
 use std::time::Instant;
 
 use burn::module::Module;
@@ -35,6 +37,17 @@ pub struct Amount {
     pub steps: usize,
 }
 
+/// Another trainer, measured on the same batches before this one has anything on the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Peer {
+    /// What it calls itself.
+    pub name: String,
+    /// Milliseconds of each step that counts.
+    pub ms: Vec<f64>,
+    /// Its peak memory: of the device where there is one, else of the process.
+    pub peak_bytes: Option<u64>,
+}
+
 /// What was measured. Milliseconds are those of an optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bench {
@@ -60,23 +73,33 @@ pub struct Bench {
     pub device_bytes: Option<u64>,
     /// The process's peak memory in bytes, where the system says.
     pub process_bytes: Option<u64>,
-    /// Seconds from the call to the end of the first step.
+    /// Seconds from the call (with a peer, from its end) to the end of the first step.
     pub to_first_step: f64,
+    /// The peer, if one was asked for.
+    pub peer: Option<Peer>,
 }
 
-/// Measures; writes nothing.
+/// Measures; writes nothing. `peer` is a command that measures another trainer on the same step first, for the comparison.
 ///
 /// # Errors
 /// What keeps the run from starting, or a step that fails.
-pub fn bench(config: &SftConfig, amount: Amount, report: &mut dyn Report) -> Result<Bench> {
-    let began = Instant::now();
+pub fn bench(
+    config: &SftConfig,
+    amount: Amount,
+    peer: Option<&str>,
+    report: &mut dyn Report,
+) -> Result<Bench> {
     // Nothing is written: what lies in the run's own folder is in nobody's way.
     let nowhere = std::env::temp_dir().join(format!("embertune-bench-{}", std::process::id()));
     let config = SftConfig { output_dir: nowhere, ckpt: Some(CkptConfig::default()), ..config.clone() };
     let world = World::of(&config)?;
     let plan = Plan::new(&config, world.ranks())?;
+    if peer.is_some() && world.ranks() > 1 {
+        let message = "a peer is measured on one device";
+        return Err(Error::Usage { message: message.into(), hint: "name one with `--device`".into() });
+    }
     world.run(&config, &plan, report, &|ranks, plan, report| {
-        measure(&config, plan, ranks, amount, began, report)
+        measure(&config, plan, ranks, (amount, peer), report)
     })
 }
 
@@ -85,19 +108,24 @@ fn measure(
     config: &SftConfig,
     plan: &Plan,
     mut ranks: Ranks,
-    amount: Amount,
-    began: Instant,
+    (amount, peer): (Amount, Option<&str>),
     report: &mut dyn Report,
 ) -> Result<Bench> {
-    let ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, &StopFlag::default())?;
-    let alone = RunConfig { name: String::new(), start_step: 0, config: config.clone() };
-    let (model, _) = setup::model(&[alone], std::slice::from_ref(&ground), report)?;
-    let Ground { selected, mut data, .. } = ground;
+    let mut began = Instant::now();
+    let mut ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, &StopFlag::default())?;
     let clock = Instant::now();
-    let Some(batches) = data.loader.next_step()? else {
+    let Some(batches) = ground.data.loader.next_step()? else {
         return Err(Error::train("the data hold no step", "look at `embertune check`"));
     };
     let data_ms = ms(clock);
+    let mut beside = None;
+    if let Some(command) = peer {
+        beside = Some(peer::measure(command, config, &ground, &batches, amount, report)?);
+        began = Instant::now();
+    }
+    let alone = RunConfig { name: String::new(), start_step: 0, config: config.clone() };
+    let (model, _) = setup::model(&[alone], std::slice::from_ref(&ground), report)?;
+    let selected = ground.selected;
     let speed = setup::Speed::new(&selected, &model);
     let optimizer = setup::optimizer(config, &model.trainable(), &ranks);
     let options = setup::step_options(config);
@@ -143,6 +171,7 @@ fn measure(
         device_bytes: most,
         process_bytes: peak_process_bytes(),
         to_first_step,
+        peer: beside,
     })
 }
 
@@ -221,6 +250,21 @@ fn ms(clock: Instant) -> f64 {
     1e3 * clock.elapsed().as_secs_f64()
 }
 
+impl Peer {
+    /// Milliseconds of the median step.
+    pub fn median_ms(&self) -> f64 {
+        median(self.ms.clone())
+    }
+
+    /// For a step of `tokens`.
+    fn to_json(&self, tokens: usize) -> Value {
+        json!({
+            "name": self.name, "ms_per_step": { "median": self.median_ms(), "all": self.ms },
+            "tokens_per_second": tokens as f64 / self.median_ms() * 1e3, "peak_bytes": self.peak_bytes,
+        })
+    }
+}
+
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(0.0)
@@ -254,6 +298,7 @@ impl Bench {
             "mfu_percent": self.mfu, "mfu_formula": MFU_FORMULA,
             "peak_device_bytes": self.device_bytes, "peak_process_bytes": self.process_bytes,
             "seconds_to_first_step": self.to_first_step, "version": env!("CARGO_PKG_VERSION"),
+            "peer": self.peer.as_ref().map(|peer| peer.to_json(self.tokens)),
         })
     }
 }
