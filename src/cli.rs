@@ -19,6 +19,7 @@ mod launch;
 mod lint;
 mod merge;
 mod preview;
+mod push;
 mod sweep;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -92,6 +93,8 @@ enum Command {
         #[arg(long, value_parser = ["float32", "float16", "bfloat16"])]
         dtype: Option<String>,
     },
+    /// Upload an adapter or a model to the Hugging Face hub: `push runs/x --repo me/my-adapter --private`
+    Push(push::PushArgs),
 }
 
 /// Parses the process's arguments, runs the subcommand, prints what went wrong, and returns the exit code. A usage
@@ -116,6 +119,7 @@ pub fn run() -> u8 {
         },
         Command::Generate(args) => generate::run(&args),
         Command::Lint(args) => lint::run(&args),
+        Command::Push(args) => push::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
     };
     let Err(error) = result else { return 0 };

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::adapter_config::AdapterConfig;
+use super::card;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors};
 use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base, unfit};
 use super::{copy_companions, write_config, write_index};
@@ -70,7 +71,10 @@ pub fn merge_as(base: &Path, adapter: &Path, out: &Path, dtype: Option<DType>) -
     let adapter_config = AdapterConfig::load(adapter)?;
     let checkpoint = Checkpoint::open_model(base)?;
     let mut report = MergeReport::default();
-    report.warnings.extend(other_base(&adapter_config, base));
+    let other = other_base(&adapter_config, base);
+    let named = adapter_config.base_model_name_or_path.as_ref().filter(|_| other.is_none());
+    let card = card::of_merge(named.map_or(&*base.to_string_lossy(), |name| name), base, adapter);
+    report.warnings.extend(other);
     let changes = read_changes(&config, &checkpoint, &adapter_config, adapter, &mut report)?;
     let touches = |name: &str| changes.contains_key(name);
     let untied =
@@ -85,7 +89,8 @@ pub fn merge_as(base: &Path, adapter: &Path, out: &Path, dtype: Option<DType>) -
     in_new_folder(out, |out| {
         merge.write(out)?;
         copy_companions(base, out)?;
-        write_config(base, out, untied.then_some(false), dtype)
+        write_config(base, out, untied.then_some(false), dtype)?;
+        card.write_model(out, &card::merged(&merge.report.borrow()))
     })?;
     Ok(merge.report.into_inner())
 }
