@@ -384,7 +384,13 @@ fn committed(state: &mut State, port: u16, revision: &str, body: &[u8]) -> Optio
                 assert_eq!(value["algo"], "sha256");
                 match state.objects.get(value["oid"].as_str().expect("an oid")) {
                     Some(content) if value["size"] == content.len() => content.clone(),
-                    _ => return Some((400, Vec::new(), json!({ "error": format!("{path} was not uploaded") }))),
+                    _ => {
+                        return Some((
+                            400,
+                            Vec::new(),
+                            json!({ "error": format!("{path} was not uploaded") }),
+                        ));
+                    }
                 }
             }
             other => panic!("{other:?}"),
