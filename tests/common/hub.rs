@@ -286,7 +286,8 @@ fn written(state: &mut State, port: u16, path: &str, asked: &Asked) -> Option<Wr
             if *what == "commit" {
                 return committed(state, port, revision, &asked.body);
             }
-            let files = body()["files"].as_array().expect("a list of files").iter().map(|file| {
+            let body = body();
+            let files = body["files"].as_array().expect("a list of files").iter().map(|file| {
                 let path = file["path"].as_str().expect("a path");
                 assert!(file["sample"].is_string() && file["size"].is_u64(), "{file}");
                 let mode = if path.ends_with(".safetensors") { "lfs" } else { "regular" };
