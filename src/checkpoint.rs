@@ -445,6 +445,26 @@ pub fn find_adapter(named: &Path) -> Result<PathBuf> {
     Ok(places.into_iter().flatten().find(|dir| is_adapter(dir)).unwrap_or_else(|| named.into()))
 }
 
+/// What others load of a run: its adapter as [`find_adapter`] finds it, else the newest model in its `weights`, else
+/// the folder itself.
+///
+/// # Errors
+/// A folder that can't be read.
+pub fn find_export(named: &Path) -> Result<PathBuf> {
+    let adapter = find_adapter(named)?;
+    if adapter != named || named.join("config.json").exists() || named.join("adapter_config.json").exists() {
+        return Ok(adapter);
+    }
+    for parent in [named.join("weights"), named.to_path_buf()] {
+        let steps = folder::steps(&parent)?;
+        let models = steps.into_iter().rev().map(|step| parent.join(format!("step_{step}")));
+        if let Some(model) = models.into_iter().find(|dir| dir.join("config.json").exists()) {
+            return Ok(model);
+        }
+    }
+    Ok(named.into())
+}
+
 /// The note about a `step_N` that is no save of ours and was renamed.
 pub fn not_whole(parent: &Path, step: usize, aside: &Path) -> String {
     let path = parent.join(format!("step_{step}"));

@@ -24,6 +24,7 @@ mod manual;
 mod merge;
 mod plot;
 mod preview;
+mod push;
 mod sweep;
 
 /// Supervised fine-tuning of Qwen3-class language models, with LoRA or in full.
@@ -106,6 +107,8 @@ enum Command {
     },
     /// Print the manual page of a command, or write all of them: `man sft | man -l -`
     Man(manual::ManArgs),
+    /// Upload an adapter or a model to the Hugging Face hub: `push runs/x --repo me/my-adapter --private`
+    Push(push::PushArgs),
 }
 
 /// Parses the process's arguments, runs the subcommand, prints what went wrong, and returns the exit code. A usage
@@ -131,6 +134,7 @@ pub fn run() -> u8 {
         Command::Generate(args) => generate::run(&args),
         Command::Lint(args) => lint::run(&args),
         Command::Plot(args) => plot::run(&args),
+        Command::Push(args) => push::run(&args),
         Command::Merge { base, adapter, out, dtype } => merge::merge(&base, &adapter, &out, dtype.as_deref()),
         Command::Completions { shell } => print(&completions::script(Cli::command(), shell)),
         Command::Man(args) => manual::run(Cli::command(), &args),

@@ -4,7 +4,7 @@
 //! the Hugging Face hub (`owner/name@revision` for another branch, a tag or a commit than `main`). The hub is asked
 //! which commit that is now; what its local cache lacks of it (the one that Python's tools use, where
 //! `HF_HUB_CACHE` or `HF_HOME` put it) is downloaded. Where it can't be asked, or with `HF_HUB_OFFLINE`, the cache
-//! serves. `HF_ENDPOINT` and `HF_TOKEN` are respected.
+//! serves. `HF_ENDPOINT` and `HF_TOKEN` are respected. [`push`] is the other way.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -19,10 +19,14 @@ mod card;
 mod http;
 mod layout;
 #[cfg(feature = "hub")]
+mod push;
+#[cfg(feature = "hub")]
 mod remote;
+mod upload;
 
 use cache::{Kind, Repo};
 pub(crate) use layout::{ENDINGS as DATA_ENDINGS, data_ending};
+pub use upload::{Upload, UploadFile};
 
 /// The folder of a model: `config.json`, weights, tokenizer.
 ///
@@ -46,6 +50,81 @@ pub fn config_dir(name: &str) -> Result<PathBuf> {
 /// As [`model_dir`].
 pub fn tokenizer_dir(name: &str) -> Result<PathBuf> {
     folder(name, "tokenizer.name", layout::tokenizer_files)
+}
+
+/// Where a push goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Destination {
+    /// `owner/name`; it is made if it isn't there.
+    pub repo: String,
+    /// Whether others may not read it.
+    pub private: bool,
+    /// A branch, which is made if it isn't there; else `main`.
+    pub revision: Option<String>,
+    /// What the commit is called.
+    pub message: String,
+}
+
+/// What a push came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pushed {
+    /// Where to look at it.
+    pub url: String,
+    /// The commit's hash.
+    pub commit: String,
+    /// Bytes of large files that were sent; what the hub had is not sent again.
+    pub sent: u64,
+}
+
+/// Uploads files to a repository of models as one commit: all of them, or none. The token is `HF_TOKEN`, or that of
+/// `hf auth login`.
+///
+/// # Errors
+/// A name that no repository can have, `HF_HUB_OFFLINE`, no token or right, whatever else the hub refuses, and a
+/// connection that can't be had.
+pub fn push(upload: &Upload, to: &Destination) -> Result<Pushed> {
+    let name = to.revision.as_ref().map_or(to.repo.clone(), |revision| format!("{}@{revision}", to.repo));
+    let repo = Repo::parse(Kind::Model, &name).ok_or_else(|| Error::Usage {
+        message: format!("`{name}` can't be a repository's name"),
+        hint: "wanted `--repo OWNER/NAME` of letters, digits, `-`, `_` and `.`, and a branch in `--revision`"
+            .into(),
+    })?;
+    let unreachable = |message: &str, hint: &str| Error::Hub { message: message.into(), hint: hint.into() };
+    if offline() {
+        return Err(unreachable("`HF_HUB_OFFLINE` is set: nothing is pushed", "unset `HF_HUB_OFFLINE`"));
+    }
+    #[cfg(feature = "hub")]
+    return push::push(upload, &repo, to);
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = (repo, upload);
+        Err(unreachable("this program was built without the feature `hub`", "build it with `--features hub`"))
+    }
+}
+
+/// The hub's name of a model that is called `name` and lies in `folder`: where it is one of the hub's, or lies in its
+/// cache.
+pub(crate) fn repo_id(name: &str, folder: &Path) -> Option<String> {
+    let (id, _) = split_revision(name);
+    if !Path::new(name).exists() && !assets::is_embedded(name) && Repo::parse(Kind::Model, id).is_some() {
+        return Some(id.into());
+    }
+    let whole = fs::canonicalize(folder).ok()?;
+    whole.iter().find_map(|part| {
+        let id = part.to_str()?.strip_prefix("models--")?.replacen("--", "/", 1);
+        Repo::parse(Kind::Model, &id).map(|repo| repo.id)
+    })
+}
+
+/// The hub's name of a dataset, if it is one of the hub's.
+pub(crate) fn dataset_id(name: &str) -> Option<String> {
+    let local = Path::new(name).exists() || assets::is_embedded(name) || name.contains(['*', '?', '[']);
+    Repo::parse(Kind::Dataset, name).filter(|_| !local).map(|repo| repo.id)
+}
+
+/// The YAML head of a card, without its lines of `---`.
+pub(crate) fn card_head(text: &str) -> Option<&str> {
+    card::head(text)
 }
 
 /// A name as others take it, and the revision that stood behind its `@`.

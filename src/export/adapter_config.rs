@@ -187,7 +187,7 @@ fn each<T>(resolved: &Resolved, value: impl Fn(&AdaptedModule) -> Option<T>) -> 
 }
 
 /// A whole number without a decimal point.
-fn plain(number: f64) -> Value {
+pub(super) fn plain(number: f64) -> Value {
     if number.fract() == 0.0 && number.abs() < 1e15 { json!(number as i64) } else { json!(number) }
 }
 

@@ -119,11 +119,17 @@ pub(super) fn in_new_folder<T>(out: &Path, fill: impl FnOnce(&Path) -> Result<T>
 pub(super) fn encode(values: &[f32], dtype: Dtype) -> Option<Vec<u8>> {
     let fits = |limit: f32| values.iter().fold(true, |all, value| all & (value.abs() <= limit));
     match dtype {
-        Dtype::F32 => Some(values.iter().flat_map(|v| v.to_le_bytes()).collect()),
-        Dtype::BF16 => fits(bf16::MAX.to_f32())
-            .then(|| values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect()),
-        Dtype::F16 => fits(f16::MAX.to_f32())
-            .then(|| values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect()),
+        Dtype::F32 => Some(bytes_of(values, f32::to_le_bytes)),
+        Dtype::BF16 => {
+            fits(bf16::MAX.to_f32()).then(|| bytes_of(values, |v| bf16::from_f32(v).to_le_bytes()))
+        }
+        Dtype::F16 => fits(f16::MAX.to_f32()).then(|| bytes_of(values, |v| f16::from_f32(v).to_le_bytes())),
         _ => None,
     }
+}
+
+fn bytes_of<const N: usize>(values: &[f32], bytes: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
+    let mut all = Vec::with_capacity(N * values.len());
+    values.iter().for_each(|&value| all.extend_from_slice(&bytes(value)));
+    all
 }

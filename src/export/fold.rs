@@ -4,12 +4,14 @@
 //! multiplied by `s_m`, and A and B are filled up with zeros to the largest rank: then `lora_alpha = r` is a scale of 1
 //! wherever it is read from, and no pattern is left to be ignored.
 
+use std::fs;
 use std::path::Path;
 
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
 use super::adapter_config::AdapterConfig;
+use super::card::CARD;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors, write_text};
 use super::peft::{PREFIX, WEIGHTS};
 use crate::error::{Error, Result};
@@ -75,7 +77,12 @@ pub fn fold_scaling(adapter: &Path, out: &Path) -> Result<usize> {
     let text = serde_json::to_string_pretty(&map).expect("JSON values can be written");
     in_new_folder(out, |out| {
         write_tensors(&out.join(WEIGHTS), tensors)?;
-        write_text(&out.join("adapter_config.json"), &text)
+        write_text(&out.join("adapter_config.json"), &text)?;
+        // What was trained is the same.
+        match fs::read_to_string(adapter.join(CARD)) {
+            Ok(card) => write_text(&out.join(CARD), &card),
+            Err(_) => Ok(()),
+        }
     })?;
     Ok(rank)
 }

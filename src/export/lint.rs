@@ -101,6 +101,8 @@ use Verdict::{Misreads, Refuses};
 
 const FOLD: &str = "`embertune lint --fold-scaling OUT` writes one that all servers compute alike";
 const MERGE: &str = "merge it (`embertune merge`) and serve the merged model";
+/// Of what is not computed here.
+const MERGE_IN_PEFT: &str = "merge it in PEFT (`merge_and_unload`) and serve the merged model";
 /// vLLM's choices of `--max-lora-rank`; the first above 8 is its default.
 const VLLM_RANKS: [usize; 9] = [1, 8, 16, 32, 64, 128, 256, 320, 512];
 const VLLM_DEFAULT_RANK: usize = 16;
@@ -167,19 +169,23 @@ impl Seen {
 fn kind(seen: &Seen, lint: &mut Lint) {
     match seen.config.get("peft_type").and_then(Value::as_str) {
         Some("LORA") => {}
-        Some(other) => lint.broken(format!("`peft_type` is `{other}`, not `LORA`"), MERGE),
+        Some(other) => {
+            let what = format!("`peft_type` is `{other}`, not `LORA`");
+            return lint.add(&[(Vllm, Refuses), (Sglang, Refuses), (LlamaCpp, Refuses)], what, MERGE_IN_PEFT);
+        }
         None => lint.add(
             &[(Peft, Refuses), (Sglang, Refuses)],
             "`peft_type` is missing",
             "add `\"peft_type\": \"LORA\"` to `adapter_config.json`",
         ),
     }
-    for key in ["r", "lora_alpha"].into_iter().filter(|key| !seen.config.contains_key(*key)) {
-        lint.add(
-            &[(Vllm, Refuses), (Sglang, Refuses), (LlamaCpp, Refuses)],
-            format!("`{key}` is missing"),
-            "add it to `adapter_config.json` (PEFT takes it for 8 where it is missing)",
-        );
+    // llama.cpp's converter has the rank from the tensors.
+    for (key, servers) in [("r", &[Vllm, Sglang][..]), ("lora_alpha", &[Vllm, Sglang, LlamaCpp])] {
+        if !seen.config.contains_key(key) {
+            let verdicts: Vec<_> = servers.iter().map(|&server| (server, Refuses)).collect();
+            let mend = "add it to `adapter_config.json` (PEFT takes it for 8 where it is missing)";
+            lint.add(&verdicts, format!("`{key}` is missing"), mend);
+        }
     }
 }
 
@@ -212,21 +218,25 @@ fn whole_modules(seen: &Seen, lint: &mut Lint) {
 /// What is more than A and B of linear layers.
 fn kinds_of_tensors(seen: &Seen, lint: &mut Lint) {
     if seen.on("use_dora").is_some() || seen.any_tensor("lora_magnitude_vector") {
-        lint.add(&[(Vllm, Refuses), (Sglang, Refuses), (LlamaCpp, Refuses)], "DoRA", MERGE);
+        lint.add(&[(Vllm, Refuses), (Sglang, Refuses), (LlamaCpp, Refuses)], "DoRA", MERGE_IN_PEFT);
     }
     let bias = seen.config.get("bias").and_then(Value::as_str).filter(|bias| *bias != "none");
     if bias.is_some() || seen.on("lora_bias").is_some() {
-        lint.add(&[(Vllm, Refuses), (LlamaCpp, Refuses)], "trained biases", MERGE);
+        lint.add(&[(Vllm, Refuses), (LlamaCpp, Refuses)], "trained biases", MERGE_IN_PEFT);
     }
     if seen.on("trainable_token_indices").is_some() || seen.any_tensor("trainable_tokens_delta") {
         lint.add(
             &[(Vllm, Refuses), (LlamaCpp, Refuses)],
             "trained tokens (`trainable_token_indices`)",
-            MERGE,
+            MERGE_IN_PEFT,
         );
         let added = seen.base.as_ref().is_some_and(|base| beyond(seen, base.vocab_size));
         if added {
-            lint.add(&[(Sglang, Refuses)], "trained tokens beyond the base model's vocabulary", MERGE);
+            lint.add(
+                &[(Sglang, Refuses)],
+                "trained tokens beyond the base model's vocabulary",
+                MERGE_IN_PEFT,
+            );
         }
     }
     for key in ["alora_invocation_tokens", "use_qalora", "use_bdlora", "layer_replication"] {
@@ -237,14 +247,15 @@ fn kinds_of_tensors(seen: &Seen, lint: &mut Lint) {
     let (embedding, head) = (seen.any_tensor("lora_embedding_A"), seen.any_tensor("lm_head.lora_A"));
     if embedding || head {
         let what = if head { "LoRA on `lm_head`" } else { "LoRA on the embedding" };
-        lint.add(&[(Sglang, Misreads)], format!("{what} is served in part"), MERGE);
+        let merge = if embedding { MERGE_IN_PEFT } else { MERGE };
+        lint.add(&[(Sglang, Misreads)], format!("{what} is served in part"), merge);
         match seen.base.as_ref().map(|base| (base.model_type.as_str(), base.tie_word_embeddings)) {
             Some((kind, tied)) => {
                 if kind == "qwen2" {
-                    lint.add(&[(Vllm, Refuses)], format!("{what} of a Qwen2 model"), MERGE);
+                    lint.add(&[(Vllm, Refuses)], format!("{what} of a Qwen2 model"), merge);
                 }
                 if head && tied {
-                    lint.add(&[(LlamaCpp, Refuses)], format!("{what}, which is the embedding (tied)"), MERGE);
+                    lint.add(&[(LlamaCpp, Refuses)], format!("{what}, which is the embedding (tied)"), merge);
                 }
             }
             None => {
@@ -263,10 +274,10 @@ fn beyond(seen: &Seen, vocab_size: usize) -> bool {
     }
 }
 
-/// Initial values that change the base's weights, unless the adapter was converted.
+/// Initial values that change the base's weights, unless the adapter was converted. vLLM lists those that don't.
 fn initial_values(seen: &Seen, lint: &mut Lint) {
     let Some(Value::String(init)) = seen.config.get("init_lora_weights") else { return };
-    if ["pissa", "olora", "corda", "loftq"].iter().any(|kind| init.starts_with(kind)) {
+    if !["gaussian", "eva", "orthogonal", "mica", "lora_ga"].contains(&&*init.to_lowercase()) {
         lint.add(
             &[(Vllm, Refuses)],
             format!("`init_lora_weights` `{init}` belongs to changed base weights"),
@@ -304,17 +315,33 @@ fn names(seen: &Seen, lint: &mut Lint) {
         let mend = "save it by PEFT's `save_pretrained`, which leaves the adapter's name out";
         lint.add(&[(Vllm, Refuses), (LlamaCpp, Refuses)], format!("`{name}` holds the adapter's name"), mend);
     }
+    // vLLM and llama.cpp take the module's own name too; SGLang looks for `layers.N.` and the target in it.
     let foreign: Vec<&String> = seen.tensors.keys().filter(|name| !name.starts_with(PREFIX)).collect();
     if let Some(name) = foreign.first() {
         let (n, all) = (foreign.len(), seen.tensors.len());
+        let bare = ["model.layers.", "model.embed_tokens.", "lm_head."];
+        let is_bare = |name: &&String| bare.iter().any(|start| name.starts_with(start));
+        let strange = foreign.iter().any(|name| !is_bare(name));
+        let verdicts = [(Peft, Misreads), (Vllm, Misreads), (LlamaCpp, Refuses)];
         lint.add(
-            &[(Peft, Misreads), (Vllm, Misreads), (Sglang, Misreads), (LlamaCpp, Refuses)],
+            if strange { &verdicts } else { &verdicts[..1] },
             format!("{n} of {all} tensors don't begin with `{PREFIX}` (`{name}`): without effect"),
             format!("name them `{PREFIX}MODULE.lora_A.weight` and so on"),
         );
     }
+    let alone = |name: &&String| {
+        name.contains(".q_proj.lora_A.") && !seen.tensors.contains_key(&name.replace(".q_proj.", ".v_proj."))
+    };
+    if let Some(name) = seen.tensors.keys().find(alone) {
+        lint.notes.push(format!("SGLang 0.5 stacks q, k and v, and fails on `{name}` without its `v_proj`"));
+    }
     if seen.tensors.is_empty() {
-        lint.broken(format!("`{WEIGHTS}` holds no tensors"), "save the adapter again");
+        let verdicts = SERVERS.map(|(_, server)| (server, Misreads));
+        lint.add(
+            &verdicts,
+            format!("`{WEIGHTS}` holds no tensors: without effect"),
+            "save the adapter again",
+        );
     }
 }
 
@@ -349,13 +376,35 @@ fn fits(seen: &Seen, adapter: &Path, base: &Path, lint: &mut Lint) {
         lint.add(&[(Peft, Misreads)], what, "save the adapter again, from the model that was trained");
     }
     let there: Vec<_> = wanted.into_iter().filter(|(name, _)| found.contains_key(name)).collect();
+    if let Some(what) = other_rank(&there, &found) {
+        // PEFT and SGLang compare shapes; the others scale by α over one of the two ranks, and nobody knows which is meant.
+        let verdicts = [(Peft, Refuses), (Vllm, Misreads), (Sglang, Refuses), (LlamaCpp, Misreads)];
+        return lint.add(
+            &verdicts,
+            what,
+            "set `r` (or `rank_pattern`) in `adapter_config.json` to the tensors' rank",
+        );
+    }
     match check_tensors(&adapter.join(WEIGHTS), &there, &found) {
         Err(error) => lint.broken(error.to_string(), error.hint().unwrap_or_default()),
         Ok(unused) => {
             if let Some(name) = unused.iter().find(|name| *name != FROZEN_HEAD) {
                 let what = format!("`{name}` has no place in the base model: without effect");
-                lint.add(&[(Peft, Misreads), (Vllm, Misreads)], what, "");
+                let verdicts = [(Peft, Misreads), (Vllm, Misreads), (Sglang, Refuses), (LlamaCpp, Refuses)];
+                lint.add(&verdicts, what, "name the model that the adapter was trained on");
             }
         }
     }
+}
+
+/// The first tensor that fits the base but for its rank.
+fn other_rank(wanted: &[(String, Vec<usize>)], found: &BTreeMap<String, Vec<usize>>) -> Option<String> {
+    wanted.iter().find_map(|(name, want)| {
+        let got = &found[name];
+        let width = usize::from(name.contains(".lora_A."));
+        let fits = got.len() == 2 && got[width] == want[width] && got != want;
+        fits.then(|| {
+            format!("`{name}` is of rank {}, `adapter_config.json` says {}", got[1 - width], want[1 - width])
+        })
+    })
 }

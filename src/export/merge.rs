@@ -1,5 +1,6 @@
 //! Base model + adapter → merged model: `W + s·B·A` in f32, rounded once to the base's dtype, shard
-//! by shard, tensor by tensor, without a device.
+//! by shard, tensor by tensor, without a device. What is in memory at a time is the adapter, and one weight of the base
+//! (in f32 and as it is stored).
 //!
 //! Tied heads: an adapter that changes the head or the embedding alone unties them; both are then
 //! written and `tie_word_embeddings` is false (PEFT does the same).
@@ -9,15 +10,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use burn::tensor::{DType, Device};
+use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::adapter_config::AdapterConfig;
+use super::card;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors};
 use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base, unfit};
 use super::{copy_companions, write_config, write_index};
 use crate::error::{Error, Result};
-use crate::model::{AdaptedModule, Checkpoint, Decoder, Entry, HfConfig, Modules, decode, resolve};
+use crate::model::{AdaptedModule, Checkpoint, Decoder, Entry, HfConfig, Modules, resolve};
 
 /// What a merge did.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -70,7 +73,10 @@ pub fn merge_as(base: &Path, adapter: &Path, out: &Path, dtype: Option<DType>) -
     let adapter_config = AdapterConfig::load(adapter)?;
     let checkpoint = Checkpoint::open_model(base)?;
     let mut report = MergeReport::default();
-    report.warnings.extend(other_base(&adapter_config, base));
+    let other = other_base(&adapter_config, base);
+    let named = adapter_config.base_model_name_or_path.as_ref().filter(|_| other.is_none());
+    let card = card::of_merge(named.map_or(&*base.to_string_lossy(), |name| name), base, adapter);
+    report.warnings.extend(other);
     let changes = read_changes(&config, &checkpoint, &adapter_config, adapter, &mut report)?;
     let touches = |name: &str| changes.contains_key(name);
     let untied =
@@ -85,7 +91,8 @@ pub fn merge_as(base: &Path, adapter: &Path, out: &Path, dtype: Option<DType>) -
     in_new_folder(out, |out| {
         merge.write(out)?;
         copy_companions(base, out)?;
-        write_config(base, out, untied.then_some(false), dtype)
+        write_config(base, out, untied.then_some(false), dtype)?;
+        card.write_model(out, &card::merged(&merge.report.borrow()))
     })?;
     Ok(merge.report.into_inner())
 }
@@ -220,9 +227,13 @@ impl Merge<'_> {
         let dtype = self.dtype.filter(|_| float).unwrap_or(entry.dtype);
         let name = name.to_string();
         let source = name.clone();
-        let bytes = Box::new(move || match self.changes.get(&source) {
-            None if dtype == entry.dtype => Ok(self.base.bytes(entry).to_vec()),
-            change => self.merged(&source, entry, change, dtype),
+        let bytes = Box::new(move || {
+            let bytes = match self.changes.get(&source) {
+                None if dtype == entry.dtype => Ok(self.base.bytes(entry).to_vec()),
+                change => self.merged(&source, entry, change, dtype),
+            };
+            self.base.release(entry);
+            bytes
         });
         Outgoing { name, dtype, shape: entry.shape.clone(), bytes }
     }
@@ -246,9 +257,8 @@ impl Merge<'_> {
             Error::model(path, message, "merge into a model stored as bfloat16 or float32")
         };
         let bytes = encode(&values, dtype).ok_or_else(beyond)?;
-        let stored = decode(dtype, &bytes).unwrap_or_default();
-        let rounding = values.iter().zip(&stored).fold(0.0, |m: f32, (v, s)| m.max((v - s).abs()));
         if change.is_some() {
+            let rounding = values.iter().fold(0.0, |m: f32, v| m.max((v - rounded(*v, dtype)).abs()));
             let mut report = self.report.borrow_mut();
             report.changed += 1;
             report.largest_rounding = report.largest_rounding.max(rounding);
@@ -257,6 +267,15 @@ impl Merge<'_> {
             }
         }
         Ok(bytes)
+    }
+}
+
+/// A value as it is stored.
+fn rounded(value: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::BF16 => bf16::from_f32(value).to_f32(),
+        Dtype::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
     }
 }
 

@@ -1,6 +1,7 @@
 //! What others load: PEFT adapter folders and Hugging Face model folders.
 
 mod adapter_config;
+mod card;
 mod file;
 mod fold;
 mod lint;
@@ -18,10 +19,11 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 
 pub use adapter_config::AdapterConfig;
+pub use card::{Card, Results};
 pub use fold::fold_scaling;
 pub use lint::{Finding, Lint, SERVERS, Server, Verdict, lint};
 pub use merge::{MergeReport, merge, merge_as};
-pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter};
+pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter, save_adapter_with_card};
 
 use crate::error::{Error, Result};
 use crate::model::{Decoder, decode, read_json_object};
@@ -39,15 +41,30 @@ const SHARD: usize = 5_000_000_000;
 /// Where the model has adapters (they are exported by [`save_adapter`] and merged by [`merge`]), `out`
 /// holds something, or a file cannot be written.
 pub fn save_model(decoder: &Decoder, source: &Path, out: &Path, dtype: DType) -> Result<()> {
-    save_model_in_shards(decoder, source, out, dtype, SHARD)
+    let card = Card::of_base(&source.to_string_lossy(), Some(source));
+    save_model_with_card(decoder, source, out, dtype, &card)
+}
+
+/// As [`save_model`], with a card that knows more.
+///
+/// # Errors
+/// As [`save_model`].
+pub fn save_model_with_card(
+    decoder: &Decoder,
+    source: &Path,
+    out: &Path,
+    dtype: DType,
+    card: &Card,
+) -> Result<()> {
+    save_model_in_shards(decoder, source, out, (dtype, SHARD), card)
 }
 
 fn save_model_in_shards(
     decoder: &Decoder,
     source: &Path,
     out: &Path,
-    dtype: DType,
-    shard: usize,
+    (dtype, shard): (DType, usize),
+    card: &Card,
 ) -> Result<()> {
     if !decoder.runs().is_empty() {
         let hint = "save the adapter, then `embertune merge`";
@@ -75,7 +92,8 @@ fn save_model_in_shards(
             write_index(out, &homes, total)?;
         }
         copy_companions(source, out)?;
-        write_config(source, out, Some(decoder.config().tie_word_embeddings), Some(dtype))
+        write_config(source, out, Some(decoder.config().tie_word_embeddings), Some(dtype))?;
+        card.write_model(out, "All weights of the base model, trained further.")
     })
 }
 

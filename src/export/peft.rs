@@ -13,6 +13,7 @@ use burn::tensor::{DType, TensorData};
 use safetensors::Dtype;
 
 use super::AdapterConfig;
+use super::card::Card;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors, write_text};
 use crate::error::{Error, Problem, Result};
 use crate::model::{Checkpoint, Decoder, Run, decode};
@@ -285,12 +286,32 @@ fn run_of<'a>(decoder: &'a Decoder, run: usize, dir: &Path) -> Result<&'a Run> {
 }
 
 /// Writes an adapter run as PEFT would: a new folder appears when it is whole; in a folder that
-/// exists each file is replaced.
+/// exists each file is replaced, but for a card (`README.md`).
 ///
 /// # Errors
 /// Where there is no such run, or the files cannot be written or don't read back.
 pub fn save_adapter(decoder: &Decoder, run: usize, dir: &Path, meta: &AdapterMeta) -> Result<()> {
-    let save = |dir: &Path| decoder.save_into(&mut PeftStore::new(decoder, run, dir, meta)?);
+    let base = meta.base_model_name_or_path.as_deref();
+    let card = base.map(|name| Card::of_base(name, None)).unwrap_or_default();
+    save_adapter_with_card(decoder, run, dir, meta, &card)
+}
+
+/// As [`save_adapter`], with a card that knows more.
+///
+/// # Errors
+/// As [`save_adapter`].
+pub fn save_adapter_with_card(
+    decoder: &Decoder,
+    run: usize,
+    dir: &Path,
+    meta: &AdapterMeta,
+    card: &Card,
+) -> Result<()> {
+    let spec = &run_of(decoder, run, dir)?.spec;
+    let save = |dir: &Path| {
+        decoder.save_into(&mut PeftStore::new(decoder, run, dir, meta)?)?;
+        card.write_adapter(dir, spec)
+    };
     if dir.exists() { save(dir) } else { in_new_folder(dir, save) }
 }
 

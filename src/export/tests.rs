@@ -189,7 +189,8 @@ fn large_models_are_written_in_shards() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("sharded");
     let decoder = load(&golden("qwen3-gqa"));
-    save_model_in_shards(&decoder, &golden("qwen3-gqa"), &out, DType::F32, 100_000).unwrap();
+    save_model_in_shards(&decoder, &golden("qwen3-gqa"), &out, (DType::F32, 100_000), &Card::default())
+        .unwrap();
     let file = Checkpoint::open_model(&out).unwrap();
     assert!(file.files.len() >= 4, "{} shards", file.files.len());
     assert_eq!(logits(&load(&out)), logits(&decoder));

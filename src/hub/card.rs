@@ -29,7 +29,7 @@ pub(super) fn subsets(card: &str) -> Result<Vec<Subset>, String> {
 }
 
 /// What stands between the first two lines of `---`.
-fn head(card: &str) -> Option<&str> {
+pub(super) fn head(card: &str) -> Option<&str> {
     let rest = card.trim_start_matches('\u{feff}').strip_prefix("---")?;
     let rest = rest.strip_prefix("\r\n").or(rest.strip_prefix('\n'))?;
     rest.split_once("\n---").map(|(head, _)| head)

@@ -1,9 +1,13 @@
-//! Requests to the hub: patience with servers that are busy, redirects that don't carry the token away.
+//! Requests to the hub, both ways: patience with servers that are busy, redirects that don't carry the token away.
 
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
 use ureq::http::Response;
-use ureq::{Agent, Body};
+use ureq::{Agent, Body, RequestBuilder, SendBody};
 
 use super::cache;
 
@@ -66,12 +70,53 @@ impl Hub {
         Self { agent, endpoint, token, tries: if impatient { 1 } else { TRIES } }
     }
 
+    /// Whether there is a token to show.
+    pub fn has_token(&self) -> bool {
+        self.token.is_some()
+    }
+
     /// Asks until there is an answer, or no hope of one. `from`: the first byte that is wanted.
     pub fn get(&self, path: &str, from: u64) -> Result<Answer, Failure> {
+        let url = format!("{}{path}", self.endpoint);
+        self.patiently(|| self.follow(&url, |url| self.ask(url, from)))
+    }
+
+    /// Posts `body`, which is of the media type `kind`.
+    pub fn post(&self, url: &str, kind: &str, body: &[u8]) -> Result<Answer, Failure> {
+        let send = |url: &str| {
+            let request = self.agent.post(url).header("Content-Type", kind).header("Accept", accepted(kind));
+            self.signed(request, url).send(body)
+        };
+        self.patiently(|| self.follow(url, send))
+    }
+
+    /// Puts a part of a file where the hub said that it is wanted, with the headers that it named; `told` hears of
+    /// each piece's bytes (a try that begins anew tells them again). The length goes ahead: stores of files want it.
+    pub fn put(
+        &self,
+        url: &str,
+        headers: &[(String, String)],
+        (file, part): (&Path, Range<u64>),
+        told: &mut dyn FnMut(u64),
+    ) -> Result<Answer, Failure> {
+        self.patiently(|| {
+            let mut file = File::open(file)?;
+            file.seek(SeekFrom::Start(part.start))?;
+            let length = part.end - part.start;
+            let mut reader = Told { reader: file.take(length), told: &mut *told };
+            let request = self.agent.put(url).header("Content-Length", length.to_string());
+            let request = headers.iter().fold(request, |request, (name, value)| request.header(name, value));
+            let response = self.signed(request, url).send(SendBody::from_reader(&mut reader))?;
+            Ok(Answer { first: response.headers().clone(), response })
+        })
+    }
+
+    /// Asks until there is an answer, or no hope of one.
+    fn patiently(&self, mut ask: impl FnMut() -> Result<Answer, ureq::Error>) -> Result<Answer, Failure> {
         let mut tried = 0;
         loop {
             tried += 1;
-            let failure = match self.follow(&format!("{}{path}", self.endpoint), from) {
+            let failure = match ask() {
                 Ok(answer) => match answer.response.status().as_u16() {
                     200..300 | 416 => return Ok(answer),
                     status => refused(status, answer),
@@ -93,20 +138,15 @@ impl Hub {
     }
 
     /// One request and the redirects that it leads to.
-    fn follow(&self, url: &str, from: u64) -> Result<Answer, ureq::Error> {
+    fn follow(
+        &self,
+        url: &str,
+        ask: impl Fn(&str) -> Result<Response<Body>, ureq::Error>,
+    ) -> Result<Answer, ureq::Error> {
         let mut url = url.to_string();
         let mut first = None;
         for _ in 0..8 {
-            let mut request = self.agent.get(&url).header("Accept-Encoding", "identity");
-            if from > 0 {
-                request = request.header("Range", format!("bytes={from}-"));
-            }
-            // The servers that files lie on are none of the token's business.
-            let ours = url.strip_prefix(&self.endpoint).is_some_and(|path| path.starts_with('/'));
-            if let Some(token) = self.token.as_ref().filter(|_| ours) {
-                request = request.header("Authorization", format!("Bearer {token}"));
-            }
-            let response = request.call()?;
+            let response = ask(&url)?;
             let location = response.headers().get("location").and_then(|l| l.to_str().ok());
             let next = location.filter(|_| response.status().is_redirection()).map(|l| absolute(l, &url));
             first.get_or_insert_with(|| response.headers().clone());
@@ -116,6 +156,42 @@ impl Hub {
             }
         }
         Err(ureq::Error::TooManyRedirects)
+    }
+
+    fn ask(&self, url: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
+        let mut request = self.agent.get(url).header("Accept-Encoding", "identity");
+        if from > 0 {
+            request = request.header("Range", format!("bytes={from}-"));
+        }
+        self.signed(request, url).call()
+    }
+
+    /// A request to the hub itself, with the token. The servers that files lie on are none of its business.
+    fn signed<T>(&self, request: RequestBuilder<T>, url: &str) -> RequestBuilder<T> {
+        let ours = url.strip_prefix(&self.endpoint).is_some_and(|path| path.starts_with('/'));
+        match self.token.as_ref().filter(|_| ours) {
+            Some(token) => request.header("Authorization", format!("Bearer {token}")),
+            None => request,
+        }
+    }
+}
+
+/// What is wanted back for a body of this kind: large files have a media type of their own, both ways.
+fn accepted(kind: &str) -> &str {
+    if kind.starts_with("application/vnd.") { kind } else { "application/json" }
+}
+
+/// A reader whose bytes are told of.
+struct Told<'a, R> {
+    reader: R,
+    told: &'a mut dyn FnMut(u64),
+}
+
+impl<R: Read> Read for Told<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let bytes = self.reader.read(buffer)?;
+        (self.told)(bytes as u64);
+        Ok(bytes)
     }
 }
 
@@ -142,6 +218,13 @@ fn refused(status: u16, mut answer: Answer) -> (Failure, Option<Duration>) {
         json["error"].as_str().map(str::to_string)
     });
     (Failure::Refused(status, said.unwrap_or_default()), wait)
+}
+
+/// A name as a part of a URL.
+pub(super) fn escaped(name: &str) -> String {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
+    let byte = |b: u8| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") };
+    name.bytes().map(byte).collect()
 }
 
 /// An error with its causes: a host that isn't found, a connection refused.

@@ -10,7 +10,7 @@ use ureq::http::HeaderMap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::cache::{self, Kind, Repo};
-use super::http::{Answer, Failure, Hub, chain};
+use super::http::{Answer, Failure, Hub, chain, escaped};
 use super::{Choice, Found, Listing, Problem};
 use crate::terminal::Bar;
 
@@ -206,7 +206,7 @@ fn write_body(
     let file = OpenOptions::new().create(true).write(true).truncate(false).open(part).map_err(told)?;
     file.set_len(from).map_err(told)?;
     let mut file = OpenOptions::new().append(true).open(part).map_err(told)?;
-    let mut progress = Progress::new(path, size, from);
+    let mut progress = Progress::new("downloading", path, size, from);
     let mut buffer = vec![0; 1 << 17];
     loop {
         match body.read(&mut buffer) {
@@ -240,15 +240,8 @@ fn keep(part: &Path, blobs: &Path, etag: Option<&str>, target: &Path) -> std::io
     fs::rename(part, target)
 }
 
-/// A name as a part of a URL.
-fn escaped(name: &str) -> String {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.~".contains(&b);
-    let byte = |b: u8| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") };
-    name.bytes().map(byte).collect()
-}
-
 /// A bar on a terminal; elsewhere a line at the start and for each tenth of a large file.
-struct Progress {
+pub(super) struct Progress {
     bar: Bar,
     path: String,
     size: Option<u64>,
@@ -257,17 +250,18 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(path: &str, size: Option<u64>, done: u64) -> Self {
+    /// `doing`: "downloading" or "uploading".
+    pub fn new(doing: &str, path: &str, size: Option<u64>, done: u64) -> Self {
         let progress =
             Self { bar: Bar::of_bytes(path, size, done), path: path.into(), size, done, told: done };
         if progress.bar.is_hidden() {
             let size = size.map_or(String::new(), |size| format!(", {:.1} MiB", mib(size)));
-            tracing::info!("downloading {path}{size}");
+            tracing::info!("{doing} {path}{size}");
         }
         progress
     }
 
-    fn add(&mut self, bytes: u64) {
+    pub fn add(&mut self, bytes: u64) {
         const LARGE: u64 = 1 << 26;
         self.done += bytes;
         self.bar.set(self.done);
@@ -280,7 +274,7 @@ impl Progress {
     }
 }
 
-fn mib(bytes: u64) -> f64 {
+pub(super) fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 

@@ -90,6 +90,8 @@ pub struct MetricsFile {
     file: File,
     /// Where rows that were cut can still be read.
     pub old: Option<PathBuf>,
+    /// The last training and held-out loss, each with its step.
+    pub last: [Option<(usize, f64)>; 2],
 }
 
 impl MetricsFile {
@@ -99,11 +101,23 @@ impl MetricsFile {
         let copy = cut_after(path, step)?;
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| Error::io(path, "write", e))?;
-        Ok(Self { path: path.into(), file, old: copy })
+        let mut metrics = Self { path: path.into(), file, old: copy, last: [None; 2] };
+        let rows = old.lines().filter(stays).filter_map(|line| serde_json::from_str(line).ok());
+        rows.for_each(|row| metrics.note(&row));
+        Ok(metrics)
+    }
+
+    fn note(&mut self, row: &Value) {
+        for (last, key) in self.last.iter_mut().zip(["loss/mean", "val/loss"]) {
+            if let (Some(step), Some(loss)) = (row["step"].as_u64(), row[key].as_f64()) {
+                *last = Some((step as usize, loss));
+            }
+        }
     }
 
     /// Appends a row.
     pub fn append(&mut self, row: &Value) -> Result<()> {
+        self.note(row);
         self.file.write_all(format!("{row}\n").as_bytes()).map_err(|e| Error::io(&self.path, "write", e))
     }
 }

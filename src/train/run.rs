@@ -20,7 +20,7 @@ use crate::checkpoint::{Locks, Named, Progress, RunFolder, Start, State, folder,
 use crate::config::SftConfig;
 use crate::data::{Batch, Validation};
 use crate::device::device_bytes;
-use crate::export::{self, AdapterMeta};
+use crate::export::{self, AdapterMeta, Card, Results};
 use crate::model::{Decoder, Trainable};
 use crate::report::{Event, PhaseTimes, Report, RunFacts, StepMetrics, Summary};
 use crate::{Error, Result, assets};
@@ -378,13 +378,15 @@ impl Run {
             self.make_way(&self.folder.weights, report)?;
             report.progress("saving the weights", 0, 0);
             let clock = Instant::now();
+            let card = self.card();
             folder::write(&self.folder.weights, self.progress.step, |partial| {
                 if lora {
                     let meta = AdapterMeta { base_model_name_or_path: Some(self.base_name()) };
-                    export::save_adapter(model, self.index, &partial.join("lora_adapters"), &meta)
+                    let adapter = partial.join("lora_adapters");
+                    export::save_adapter_with_card(model, self.index, &adapter, &meta, &card)
                 } else {
                     let dtype = setup::stored_dtype(&self.config, model);
-                    export::save_model(model, &self.summary.base, partial, dtype)
+                    export::save_model_with_card(model, &self.summary.base, partial, dtype, &card)
                 }
             })?;
             let (what, path) = if lora { ("adapter", &adapter) } else { ("weights", &target) };
@@ -397,6 +399,14 @@ impl Run {
             self.summary.weights = Some(target);
         }
         Ok(())
+    }
+
+    /// What the weights' card says of the run so far.
+    fn card(&self) -> Card {
+        let [loss, val_loss] = self.metrics.as_ref().map_or([None; 2], |metrics| metrics.last);
+        let Progress { step, trained_tokens, .. } = self.progress;
+        let results = Results { step, trained_tokens, loss, val_loss };
+        Card::of_run(&self.config, &self.summary.base, results)
     }
 
     /// What PEFT is to load the base by: its name; the folder of the embedded one, whose name nobody else knows.

@@ -2,18 +2,23 @@
 #![allow(dead_code)] // each test program uses a part
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
+
+use base64::Engine;
+use serde_json::{Value, json};
 
 /// What goes wrong with one request.
 #[derive(Clone)]
 pub enum Fault {
     /// This status, with these headers.
     Status(u16, Vec<(&'static str, String)>),
-    /// So many bytes of the body, then the connection is closed.
+    /// So many bytes of the body, then the connection is closed. Of a body that is sent here, too.
     Cut(usize),
+    /// All is done that was asked, and the connection is closed without an answer.
+    Lost,
     /// So many bytes of the body, then silence.
     Stall(usize),
     /// The headers speak of so many bytes more than there are.
@@ -31,14 +36,26 @@ pub struct State {
     pub faults: Vec<(String, Fault)>,
     /// Requests so far: address, range, token.
     pub asked: Vec<Asked>,
+    /// Repositories of models, and whether they are private.
+    pub repositories: BTreeMap<String, bool>,
+    /// Large files by their sha256.
+    pub objects: BTreeMap<String, Vec<u8>>,
+    /// Pieces of large files, by their addresses.
+    pub pieces: BTreeMap<String, Vec<u8>>,
+    /// Large files are wanted in pieces of so many bytes.
+    pub piece: Option<usize>,
 }
 
 #[derive(Clone, Debug)]
 pub struct Asked {
+    pub method: String,
     pub host: String,
     pub path: String,
     pub range: Option<String>,
     pub token: Option<String>,
+    /// What the head says of the body's length.
+    pub length: Option<usize>,
+    pub body: Vec<u8>,
 }
 
 /// Stops answering when it is dropped.
@@ -107,27 +124,43 @@ fn serve(stream: TcpStream, port: u16, state: &Mutex<State>) {
                 key.eq_ignore_ascii_case(name).then(|| value.trim().to_string())
             })
         };
-        let asked = Asked {
+        let mut asked = Asked {
+            method: head[0].split(' ').next().unwrap_or_default().to_string(),
+            length: header("content-length").and_then(|length| length.parse().ok()),
+            body: Vec::new(),
             host: header("host").unwrap_or_default(),
             path: head[0].split(' ').nth(1).unwrap_or_default().to_string(),
             range: header("range"),
             token: header("authorization"),
         };
-        let fault = {
-            let mut state = state.lock().unwrap();
-            state.asked.push(asked.clone());
-            let found = state.faults.iter().position(|(of, _)| asked.path.contains(of.as_str()));
-            // One that stands alone stays.
-            found.map(|at| {
-                let of = state.faults[at].0.clone();
-                let more = state.faults.iter().filter(|(other, _)| *other == of).count() > 1;
-                if more { state.faults.remove(at).1 } else { state.faults[at].1.clone() }
-            })
+        let fault = next_fault(&asked.path, state);
+        let wanted = match fault {
+            Some(Fault::Cut(bytes)) if asked.length.is_some() => bytes,
+            _ => asked.length.unwrap_or(0),
         };
+        asked.body.resize(wanted, 0);
+        if reader.read_exact(&mut asked.body).is_err() {
+            return;
+        }
+        state.lock().unwrap().asked.push(asked.clone());
+        if asked.length.is_some_and(|length| wanted < length) {
+            stream.shutdown(std::net::Shutdown::Both).ok();
+            return;
+        }
         if answer(&stream, port, state, &asked, fault).is_none() {
             return;
         }
     }
+}
+
+/// The fault of this request.
+fn next_fault(path: &str, state: &Mutex<State>) -> Option<Fault> {
+    let mut state = state.lock().unwrap();
+    let at = state.faults.iter().position(|(of, _)| path.contains(of.as_str()))?;
+    // One that stands alone stays.
+    let of = state.faults[at].0.clone();
+    let more = state.faults.iter().filter(|(other, _)| *other == of).count() > 1;
+    Some(if more { state.faults.remove(at).1 } else { state.faults[at].1.clone() })
 }
 
 /// `None` ends the connection.
@@ -144,6 +177,13 @@ fn answer(
         return send(stream, *status, headers, b"no");
     }
     let path = asked.path.split('?').next().unwrap_or_default();
+    if let Some((status, headers, body)) = written(&mut state.lock().unwrap(), port, path, asked) {
+        if let Some(Fault::Lost) = fault {
+            stream.shutdown(std::net::Shutdown::Both).ok();
+            return None;
+        }
+        return send(stream, status, &headers, body.to_string().as_bytes());
+    }
     if path.contains("/revision/") {
         let body = {
             let state = state.lock().unwrap();
@@ -202,6 +242,167 @@ fn answer(
             stream.flush().ok()
         }
     }
+}
+
+type Written = (u16, Vec<(&'static str, String)>, Value);
+
+/// The side of the hub that is written to; `None` for what is read.
+fn written(state: &mut State, port: u16, path: &str, asked: &Asked) -> Option<Written> {
+    let plain = |status: u16, body: Value| Some((status, Vec::new(), body));
+    let no = |status: u16, why: &str| plain(status, json!({ "error": why }));
+    let body = || serde_json::from_slice::<Value>(&asked.body).unwrap_or(Value::Null);
+    let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+    match (asked.method.as_str(), &parts[..]) {
+        ("GET", ["api", "models", owner, name]) => match state.repositories.get(&format!("{owner}/{name}")) {
+            Some(private) => plain(200, json!({ "id": format!("{owner}/{name}"), "private": private })),
+            None => no(404, "Repository not found"),
+        },
+        ("POST", ["api", "repos", "create"]) => {
+            let body = body();
+            let text = |key: &str| body[key].as_str().unwrap_or_default().to_string();
+            let id = format!("{}/{}", text("organization"), text("name"));
+            assert_eq!(text("type"), "model");
+            if state.repositories.contains_key(&id) {
+                return no(409, "You already created this model repo");
+            }
+            state.repositories.insert(id.clone(), text("visibility") == "private");
+            plain(200, json!({ "url": format!("http://127.0.0.1:{port}/{id}") }))
+        }
+        ("POST", ["api", "models", _, _, "branch", branch]) => {
+            if state.revisions.contains_key(*branch) {
+                return no(409, "Reference already exists");
+            }
+            let commit = state.revisions["main"].clone();
+            state.revisions.insert(branch.to_string(), commit);
+            plain(200, Value::Null)
+        }
+        ("POST", ["api", "models", owner, name, what @ ("preupload" | "commit"), revision]) => {
+            if !state.repositories.contains_key(&format!("{owner}/{name}")) {
+                return no(404, "Repository not found");
+            }
+            if !state.revisions.contains_key(*revision) {
+                return no(404, &format!("Invalid rev id: {revision}"));
+            }
+            if *what == "commit" {
+                return committed(state, port, revision, &asked.body);
+            }
+            let body = body();
+            let files = body["files"].as_array().expect("a list of files").iter().map(|file| {
+                let path = file["path"].as_str().expect("a path");
+                assert!(file["sample"].is_string() && file["size"].is_u64(), "{file}");
+                let mode = if path.ends_with(".safetensors") { "lfs" } else { "regular" };
+                json!({ "path": path, "uploadMode": mode, "shouldIgnore": path.contains("ignored"), "oid": null })
+            });
+            plain(200, json!({ "files": files.collect::<Vec<_>>() }))
+        }
+        ("POST", [_, repository, "info", "lfs", "objects", "batch"]) if repository.ends_with(".git") => {
+            let body = body();
+            assert_eq!((&body["operation"], &body["hash_algo"]), (&json!("upload"), &json!("sha256")));
+            let objects = body["objects"].as_array().expect("objects").iter().map(|o| wanted(state, port, o));
+            plain(200, json!({ "transfer": "basic", "objects": objects.collect::<Vec<_>>() }))
+        }
+        ("PUT", ["store", oid]) => match stored(state, oid, &asked.body) {
+            true if asked.length.is_some() => plain(200, Value::Null),
+            _ => no(400, "the content is another, or of no length"),
+        },
+        ("PUT", ["piece", _, _]) => {
+            let etag = format!("\"{:016x}\"", xxhash_rust::xxh3::xxh3_64(&asked.body));
+            state.pieces.insert(path.into(), asked.body.clone());
+            Some((200, vec![("ETag", etag)], Value::Null))
+        }
+        ("POST", ["complete", oid]) => {
+            let body = body();
+            let parts = body["parts"].as_array().expect("parts").iter().enumerate().map(|(n, part)| {
+                assert_eq!(part["partNumber"], n + 1);
+                let piece = &state.pieces[&format!("/piece/{oid}/{}", n + 1)];
+                let etag = format!("\"{:016x}\"", xxhash_rust::xxh3::xxh3_64(piece));
+                assert_eq!(part["etag"], etag);
+                piece.clone()
+            });
+            let content = parts.collect::<Vec<_>>().concat();
+            if stored(state, oid, &content) { plain(200, Value::Null) } else { no(400, "another content") }
+        }
+        ("POST", ["verify"]) => {
+            let body = body();
+            let object = state.objects.get(body["oid"].as_str().expect("an oid"));
+            let same = object.is_some_and(|content| body["size"] == content.len());
+            if same { plain(200, Value::Null) } else { no(404, "not stored") }
+        }
+        _ => None,
+    }
+}
+
+/// Where a large file is wanted; nowhere if it is there.
+fn wanted(state: &State, port: u16, object: &Value) -> Value {
+    let (oid, size) = (object["oid"].as_str().unwrap(), object["size"].as_u64().unwrap() as usize);
+    if state.objects.contains_key(oid) {
+        return json!({ "oid": oid, "size": size });
+    }
+    // Files lie on another server, which is none of the token's business; who vouches for them is the hub.
+    let store = format!("http://localhost:{port}");
+    let mut header = serde_json::Map::new();
+    let href = match state.piece {
+        Some(piece) if size > piece => {
+            header.insert("chunk_size".into(), piece.to_string().into());
+            for n in 1..=size.div_ceil(piece) {
+                header.insert(n.to_string(), format!("{store}/piece/{oid}/{n}").into());
+            }
+            format!("{store}/complete/{oid}")
+        }
+        _ => format!("{store}/store/{oid}"),
+    };
+    json!({ "oid": oid, "size": size, "authenticated": true, "actions": {
+        "upload": { "href": href, "header": header },
+        "verify": { "href": format!("http://127.0.0.1:{port}/verify") },
+    } })
+}
+
+fn stored(state: &mut State, oid: &str, content: &[u8]) -> bool {
+    let same = super::sha256::hex(content) == oid;
+    if same {
+        state.objects.insert(oid.into(), content.to_vec());
+    }
+    same
+}
+
+/// A commit of lines of JSON, over what the revision holds.
+fn committed(state: &mut State, port: u16, revision: &str, body: &[u8]) -> Option<Written> {
+    let mut files = state.commits[&state.revisions[revision]].clone();
+    let text = std::str::from_utf8(body).expect("text");
+    let mut lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
+    let header = lines.next().expect("a header");
+    assert!(header["key"] == "header" && header["value"]["summary"].is_string(), "{header}");
+    for line in lines {
+        let value = &line["value"];
+        let path = value["path"].as_str().expect("a path").to_string();
+        let content = match line["key"].as_str() {
+            Some("file") => {
+                assert_eq!(value["encoding"], "base64");
+                let text = value["content"].as_str().expect("content");
+                base64::engine::general_purpose::STANDARD.decode(text).expect("base64")
+            }
+            Some("lfsFile") => {
+                assert_eq!(value["algo"], "sha256");
+                match state.objects.get(value["oid"].as_str().expect("an oid")) {
+                    Some(content) if value["size"] == content.len() => content.clone(),
+                    _ => {
+                        return Some((
+                            400,
+                            Vec::new(),
+                            json!({ "error": format!("{path} was not uploaded") }),
+                        ));
+                    }
+                }
+            }
+            other => panic!("{other:?}"),
+        };
+        files.insert(path, content);
+    }
+    let commit = format!("{:040x}", state.commits.len());
+    state.commits.insert(commit.clone(), files);
+    state.revisions.insert(revision.into(), commit.clone());
+    let url = format!("http://127.0.0.1:{port}/commit/{commit}");
+    Some((200, Vec::new(), json!({ "success": true, "commitOid": commit, "commitUrl": url })))
 }
 
 fn send(stream: &TcpStream, status: u16, headers: &[(&str, String)], body: &[u8]) -> Option<()> {
