@@ -80,7 +80,7 @@ enum Command {
         args: Vec<String>,
     },
     /// Let a model answer: `generate --model DIR --adapter runs/x "What is a tide?"`; without a prompt, a conversation
-    Generate(generate::GenerateArgs),
+    Generate(Box<generate::GenerateArgs>),
     /// Find out whether PEFT, vLLM, SGLang and llama.cpp take an adapter as it is: `lint runs/x/weights/step_200`
     Lint(lint::LintArgs),
     /// Draw the curves of runs: `plot outputs/lora outputs/full --out compare` writes compare.svg and compare.png

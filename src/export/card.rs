@@ -256,7 +256,9 @@ fn settings(config: &SftConfig) -> Vec<(&'static str, String)> {
     rows.push(("Tokens a step", format!("{batch} rows of {seq_len}")));
     let optim = &config.optim;
     let kind = match optim.kind {
-        OptimKind::AdamW { betas1, betas2, eps } => format!("AdamW (betas {betas1}, {betas2}, eps {eps:e})"),
+        OptimKind::AdamW { betas1, betas2, eps, .. } => {
+            format!("AdamW (betas {betas1}, {betas2}, eps {eps:e})")
+        }
         OptimKind::Sgd { momentum, .. } => format!("SGD (momentum {momentum})"),
         OptimKind::Muon { mu, .. } => format!("Muon (momentum {mu})"),
         OptimKind::SignSgd => "sign SGD".into(),

@@ -337,8 +337,10 @@ mod tests {
     fn smoothing_keeps_lines_and_takes_noise() {
         let line: Vec<_> = (0..100).map(|n| (f64::from(n), 10.0 - f64::from(n) / 20.0)).collect();
         assert_eq!(smoothed_if_noisy(&line), None);
-        let noisy: Vec<_> =
-            line.iter().map(|&(x, y)| (x, y + if x as u32 % 2 == 0 { 1.0 } else { -1.0 })).collect();
+        let noisy: Vec<_> = line
+            .iter()
+            .map(|&(x, y)| (x, y + if (x as u32).is_multiple_of(2) { 1.0 } else { -1.0 }))
+            .collect();
         let smooth = smoothed_if_noisy(&noisy).unwrap();
         let middle = &smooth[10..90];
         assert!(middle.iter().zip(&line[10..]).all(|(a, b)| (a.1 - b.1).abs() < 0.1), "{middle:?}");

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 mod axis;
 mod curves;
-mod facts;
 #[cfg(feature = "tui")]
 mod dashboard;
+mod facts;
 mod live;
 pub mod log;
 mod metrics;

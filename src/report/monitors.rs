@@ -54,7 +54,7 @@ impl Monitors {
     }
 
     /// `name` and value of each number of a row of `run`, to TensorBoard.
-    fn to_tensorboard(&mut self, run: Option<&String>, step: usize, row: &serde_json::Value) {
+    fn add_to_tensorboard(&mut self, run: Option<&String>, step: usize, row: &serde_json::Value) {
         if !self.tensorboard {
             return;
         }
@@ -119,7 +119,7 @@ impl Report for Monitors {
             heartbeat.beat();
         }
         let row = metrics.to_json();
-        self.to_tensorboard(metrics.run.as_ref(), metrics.step, &row);
+        self.add_to_tensorboard(metrics.run.as_ref(), metrics.step, &row);
         if let Some(command) = &mut self.running {
             command.send(row);
         }
@@ -130,7 +130,7 @@ impl Report for Monitors {
             // Later ones stand in the row of their step.
             Event::Validation { run, step: 0, loss, .. } => {
                 let mut row = json!({ "step": 0, "val/loss": loss });
-                self.to_tensorboard(run.as_ref(), 0, &row);
+                self.add_to_tensorboard(run.as_ref(), 0, &row);
                 if let Some(name) = run {
                     row["run"] = json!(name);
                 }

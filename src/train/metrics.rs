@@ -102,8 +102,8 @@ impl MetricsFile {
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| Error::io(path, "write", e))?;
         let mut metrics = Self { path: path.into(), file, old: copy, last: [None; 2] };
-        let rows = old.lines().filter(stays).filter_map(|line| serde_json::from_str(line).ok());
-        rows.for_each(|row| metrics.note(&row));
+        let kept = fs::read_to_string(path).map_err(|e| Error::io(path, "read", e))?;
+        kept.lines().filter_map(|line| serde_json::from_str(line).ok()).for_each(|row| metrics.note(&row));
         Ok(metrics)
     }
 

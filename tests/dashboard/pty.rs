@@ -52,7 +52,7 @@ impl Session {
     /// Starts `command` on a terminal of so many columns and rows.
     pub fn start(mut command: CommandBuilder, (columns, rows): (u16, u16)) -> Self {
         let pair = native_pty_system().openpty(size((columns, rows))).expect("a pseudo-terminal");
-        if command.get_env("TERM").is_none_or(|term| term != "dumb" && term != "") {
+        if command.get_env("TERM").is_none_or(|term| term != "dumb" && !term.is_empty()) {
             command.env("TERM", "xterm-256color");
         }
         let modes = format!("{:?}", pair.master.get_termios());
