@@ -259,3 +259,18 @@ fn what_was_pushed_is_what_comes_back() {
     dir.sft(&["--model.name", "merged", "--output-dir", "direct"]).succeeds();
     assert_eq!(dir.losses("again"), dir.losses("direct"));
 }
+
+/// To see that this hub is like the real one, and that others ask it the same: start it, let `huggingface_hub` push to the
+/// endpoint that it prints (`HF_HUB_DISABLE_XET=1`), end its input, and read what was asked.
+#[test]
+#[ignore = "waits for another client"]
+fn a_hub_for_other_clients() {
+    let server = Server::new(&[]);
+    println!("{}", server.endpoint);
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    for asked in server.asked("") {
+        let body: String = String::from_utf8_lossy(&asked.body).chars().take(400).collect();
+        println!("{} {} {:?} {body}", asked.method, asked.path, asked.length);
+    }
+    println!("{:?}", held(&server, "main"));
+}

@@ -103,6 +103,9 @@ const FOLD: &str = "`embertune lint --fold-scaling OUT` writes one that all serv
 const MERGE: &str = "merge it (`embertune merge`) and serve the merged model";
 /// Of what is not computed here.
 const MERGE_IN_PEFT: &str = "merge it in PEFT (`merge_and_unload`) and serve the merged model";
+const OTHER_BASE: &str = "name the model that the adapter was trained on";
+/// What vLLM takes of `modules_to_save`.
+const CLASSIFIERS: [&str; 2] = ["classifier", "score"];
 /// vLLM's choices of `--max-lora-rank`; the first above 8 is its default.
 const VLLM_RANKS: [usize; 9] = [1, 8, 16, 32, 64, 128, 256, 320, 512];
 const VLLM_DEFAULT_RANK: usize = 16;
@@ -210,7 +213,7 @@ fn whole_modules(seen: &Seen, lint: &mut Lint) {
     let names: Vec<&str> = saved.iter().filter_map(Value::as_str).collect();
     let what = format!("`modules_to_save` {names:?}");
     lint.add(&[(LlamaCpp, Refuses), (Sglang, Misreads)], what.clone(), MERGE);
-    if names.iter().any(|name| !["classifier", "score"].contains(name)) {
+    if names.iter().any(|name| !CLASSIFIERS.contains(name)) {
         lint.add(&[(Vllm, Refuses)], what, MERGE);
     }
 }
@@ -352,7 +355,9 @@ fn fits(seen: &Seen, adapter: &Path, base: &Path, lint: &mut Lint) {
     if seen.any_tensor("lora_embedding_") {
         return;
     }
-    let Ok(config) = AdapterConfig::load(adapter) else { return };
+    let Ok(mut config) = AdapterConfig::load(adapter) else { return };
+    // PEFT's names for the head of a classifier, which stands on the same layers.
+    config.spec.modules_to_save.retain(|name| !CLASSIFIERS.contains(&name.as_str()));
     let (shapes, modules) = super::merge::shapes_and_modules(base_config);
     let resolved = match resolve(&config.spec, &modules) {
         Ok(resolved) => resolved,
@@ -360,7 +365,15 @@ fn fits(seen: &Seen, adapter: &Path, base: &Path, lint: &mut Lint) {
             let text: Vec<String> = problems.iter().map(|p| p.message.clone()).collect();
             let what =
                 format!("the base model {} doesn't have the targets: {}", base.display(), text.join("; "));
-            return lint.add(&[(Peft, Refuses)], what, "name the model that the adapter was trained on");
+            // A name that no module has is refused by all; one that only stands elsewhere is passed over by vLLM.
+            let last = |name: &str| name.rsplit('.').next().unwrap_or_default().to_string();
+            let known: Vec<String> = modules.all_linear().iter().map(|module| last(module)).collect();
+            let module =
+                |name: &str| name.split_once(".lora_").map_or(String::new(), |(module, _)| last(module));
+            let strange = seen.tensors.keys().any(|name| !known.contains(&module(name)));
+            let vllm = if strange { Refuses } else { Misreads };
+            let verdicts = [(Peft, Refuses), (Vllm, vllm), (Sglang, Refuses), (LlamaCpp, Refuses)];
+            return lint.add(&verdicts, what, OTHER_BASE);
         }
     };
     let wanted: Vec<_> = resolved.modules.iter().flat_map(|m| super::merge::wanted(m, &shapes)).collect();
@@ -391,7 +404,7 @@ fn fits(seen: &Seen, adapter: &Path, base: &Path, lint: &mut Lint) {
             if let Some(name) = unused.iter().find(|name| *name != FROZEN_HEAD) {
                 let what = format!("`{name}` has no place in the base model: without effect");
                 let verdicts = [(Peft, Misreads), (Vllm, Misreads), (Sglang, Refuses), (LlamaCpp, Refuses)];
-                lint.add(&verdicts, what, "name the model that the adapter was trained on");
+                lint.add(&verdicts, what, OTHER_BASE);
             }
         }
     }
