@@ -19,8 +19,8 @@ use serde_json::Value;
 /// The file of rows that `run.toml` trains on.
 fn data(dir: &RunDir) -> String {
     let text = dir.text("run.toml");
-    let names = text.lines().filter_map(|line| line.strip_prefix("name = \""));
-    names.last().expect("a name").trim_end_matches('"').into()
+    let mut names = text.lines().filter_map(|line| line.strip_prefix("name = \""));
+    names.next_back().expect("a name").trim_end_matches('"').into()
 }
 
 /// A run of six steps with held-out losses.
@@ -415,7 +415,7 @@ fn scalars(folder: &Path) -> Vec<(String, u64, f32)> {
     let crc = |bytes: &[u8]| {
         let crc =
             !bytes.iter().fold(!0u32, |crc, b| (crc >> 8) ^ table[((crc ^ u32::from(*b)) & 255) as usize]);
-        ((crc >> 15) | (crc << 17)).wrapping_add(0xa282_ead8)
+        crc.rotate_right(15).wrapping_add(0xa282_ead8)
     };
     let word = |bytes: &[u8]| u32::from_le_bytes(bytes[..4].try_into().unwrap());
     let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();

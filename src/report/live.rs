@@ -16,7 +16,6 @@ pub struct Live {
     /// What it is about, and whether it has parts.
     bar: Option<((String, bool), Bar)>,
     /// What the dashboard's keys for quitting do; `None`: no dashboard.
-    #[cfg_attr(not(feature = "tui"), expect(dead_code, reason = "a dashboard's alone"))]
     quit: Option<Box<dyn Fn() + Send>>,
     #[cfg(feature = "tui")]
     dashboard: Option<Dashboard>,

@@ -33,10 +33,10 @@ pub fn literals(source: &str) -> Vec<String> {
         rest = &here[1..];
         if here.starts_with("//") {
             rest = here.split_once('\n').map_or("", |(_, after)| after);
-        } else if here.starts_with("'\"'") {
-            rest = &here[3..];
-        } else if here.starts_with("r#\"") {
-            let (text, after) = here[3..].split_once("\"#").expect("a raw literal ends");
+        } else if let Some(after) = here.strip_prefix("'\"'") {
+            rest = after;
+        } else if let Some(raw) = here.strip_prefix("r#\"") {
+            let (text, after) = raw.split_once("\"#").expect("a raw literal ends");
             literals.push(text.into());
             rest = after;
         } else if here.starts_with('"') {
