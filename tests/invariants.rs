@@ -239,7 +239,7 @@ fn held_out_loss_is_the_mean_over_all_tokens_not_over_batches() {
 }
 
 fn adamw(model: &Decoder) -> Optimizer {
-    let kind = OptimKind::AdamW { betas1: 0.9, betas2: 0.999, eps: 1e-8 };
+    let kind = OptimKind::AdamW { betas1: 0.9, betas2: 0.999, eps: 1e-8, moments_dtype: "float32".into() };
     let config = OptimConfig { lr: 1e-2, weight_decay: 0.01, max_norm: None, max_skipped: 0, kind };
     Optimizer::new(&config, &model.trainable())
 }

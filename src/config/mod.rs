@@ -226,6 +226,9 @@ tagged! {
             betas2: f64 = 0.999, 0.0..1.0;
             /// Added to the root of the mean square.
             eps: f64 = 1e-8, 0.0..;
+            /// How both means are held between steps. `bfloat16` halves their memory, on the CPU and CUDA; it is rounded up
+            /// or down by chance, so that steps smaller than half a digit aren't lost.
+            moments_dtype: String = "float32".into(), &["float32", "bfloat16"];
         },
         /// stochastic gradient descent.
         "sgd" => Sgd {

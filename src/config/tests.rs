@@ -64,7 +64,10 @@ fn defaults_are_prime_rl_s() {
     assert_eq!((lora.rank, lora.alpha, lora.dropout), (16, 32.0, 0.0));
     let optim = config.optim;
     assert_eq!((optim.lr, optim.weight_decay, optim.max_norm), (1e-6, 0.01, Some(1.0)));
-    assert_eq!(optim.kind, OptimKind::AdamW { betas1: 0.9, betas2: 0.999, eps: 1e-8 });
+    assert_eq!(
+        optim.kind,
+        OptimKind::AdamW { betas1: 0.9, betas2: 0.999, eps: 1e-8, moments_dtype: "float32".into() }
+    );
     assert_eq!(config.scheduler, SchedulerConfig::Constant);
     let ckpt = CkptConfig::default();
     assert_eq!(

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use minijinja::value::{Enumerator, Object};
-use minijinja::{Environment, State, Value};
+use minijinja::{Environment, ErrorKind, State, Value};
 use serde_json::Map;
 
 use super::row::{Conversation, Fault};
@@ -357,6 +357,13 @@ fn untraceable(why: &str) -> Fault {
 }
 
 fn fault(error: &minijinja::Error) -> Fault {
+    if error.kind() == ErrorKind::OutOfFuel {
+        let line = error.line().map(|line| format!(" (it was at line {line})")).unwrap_or_default();
+        return Fault::new(
+            format!("the chat template doesn't come to an end{line}"),
+            "Look for loops inside loops in it, or shorten the conversation.",
+        );
+    }
     let mut message = error.detail().map_or_else(|| error.kind().to_string(), str::to_string);
     if let Some(line) = error.line() {
         message.push_str(&format!(" (line {line} of the template)"));

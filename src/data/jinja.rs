@@ -12,11 +12,16 @@ use minijinja::value::{Kwargs, Rest, Serde, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use time::OffsetDateTime;
 
+/// Instructions (or 64 bytes of text each) that one rendering may take, so that a template which loops on and on is an
+/// error. Qwen3's own takes some 200 a message.
+const FUEL: u64 = 50_000_000;
+
 /// An environment without templates.
 pub(super) fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.expect("only white space differs from the default"));
+    env.set_fuel(Some(FUEL));
     env.set_formatter(|out, _, value| {
         let mut text = String::new();
         python_str(&mut text, value)?;

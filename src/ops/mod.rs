@@ -22,7 +22,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 
 #[cfg(feature = "flex")]
 mod attention;
@@ -322,15 +322,26 @@ pub fn add_each(sums: Vec<Tensor<1>>, more: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     sums.into_iter().zip(more).map(|(sum, more)| sum + more).collect()
 }
 
-/// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32.
+/// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32; m and v may be bf16 (see
+/// [`AdamW::rounding`]).
 ///
 /// # Shapes
 /// - param, m, v, grad: `[n]`
+///
+/// # Panics
+/// Where m and v are bf16 on a device for which [`holds_moments_in_bf16`] doesn't hold.
 pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step: &AdamW) -> [Tensor<1>; 3] {
     #[cfg(feature = "flex")]
-    if [&param, &m, &v, &grad].into_iter().all(|x| flex::takes(x) && !x.is_autodiff()) {
+    if optim::takes([&param, &m, &v, &grad]) {
         return optim::adamw(param, m, v, grad, step);
     }
+    #[cfg(feature = "cuda")]
+    if cuda::optim::takes_update([&param, &m, &v, &grad]) {
+        let [updated] =
+            cuda::optim::adamw(vec![[param, m, v, grad]], &[*step], None).try_into().expect("one for one");
+        return updated;
+    }
+    assert!(m.dtype() == DType::F32 && v.dtype() == DType::F32, "adamw: moments in {:?}", m.dtype());
     plain::adamw(param, m, v, grad, step)
 }
 
@@ -344,12 +355,29 @@ pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step
 pub fn adamw_of(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>) -> Vec<[Tensor<1>; 3]> {
     assert_eq!(tensors.len(), steps.len(), "adamw_of: parameters and scalars");
     #[cfg(feature = "cuda")]
-    if !tensors.is_empty() && tensors.iter().flatten().all(cuda::optim::takes) && cuda::optim::alike(steps) {
+    if !tensors.is_empty()
+        && tensors.iter().all(|[p, m, v, g]| cuda::optim::takes_update([p, m, v, g]))
+        && cuda::optim::alike(steps, &tensors)
+    {
         return cuda::optim::adamw(tensors, steps, clip);
     }
     assert!(clip.is_none(), "adamw_of: these tensors are clipped by the caller");
     let each = tensors.into_iter().zip(steps);
     each.map(|([param, m, v, grad], step)| adamw(param, m, v, grad, step)).collect()
+}
+
+/// Whether [`adamw`] takes moments in bf16 on this device.
+pub fn holds_moments_in_bf16(device: &Device) -> bool {
+    #[cfg(feature = "flex")]
+    if flex::is_flex(device) {
+        return true;
+    }
+    #[cfg(feature = "cuda")]
+    if cuda::is_card(device) {
+        return true;
+    }
+    let _ = device;
+    false
 }
 
 /// Whether [`adamw_of`] takes the clip coefficient from the device, so that nobody waits for the norm.
@@ -404,6 +432,17 @@ pub struct AdamW {
     pub update: usize,
     /// Factor on the gradient: 1/tokens, times the clip coefficient where there is no [`Clip`].
     pub grad_scale: f64,
+    /// Which random numbers round moments that are held in bf16: a value x between two of bf16's goes up with probability
+    /// (x − lower) / (upper − lower). To the nearest would not do: with β₂ = 0.999 a step of v is smaller than half of
+    /// bf16's last digit, and v would stay for ever what it is.
+    pub rounding: u32,
+}
+
+/// A hash of 32 bits (`lowbias32` of <https://github.com/skeeto/hash-prospector>), in `optimizer.cu` too.
+pub(crate) fn mix(mut x: u32) -> u32 {
+    x = (x ^ x >> 16).wrapping_mul(0x21f0_aaad);
+    x = (x ^ x >> 15).wrapping_mul(0xd35a_2d97);
+    x ^ x >> 15
 }
 
 impl Stream {

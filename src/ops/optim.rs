@@ -1,13 +1,13 @@
 //! Sum of squares and AdamW on the CPU, over flat tensors without a tape.
 
 use burn::backend::Flex;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::AdamW;
 use super::flex;
 use super::flex::simd::{sum_of, vectorised};
+use super::{AdamW, mix};
 
 /// Elements of one task; the sum of squares is the sum, in order, of the sums of such pieces.
 const CHUNK: usize = 16 * 1024;
@@ -25,8 +25,20 @@ vectorised! {
     }
 }
 
+/// Whether this version takes them.
+pub fn takes([param, m, v, grad]: [&Tensor<1>; 4]) -> bool {
+    let moments = |x: &Tensor<1>| x.dtype() == DType::BF16 && flex::is_flex(&x.device());
+    [param, grad].into_iter().all(flex::takes)
+        && [m, v].into_iter().all(|x| flex::takes(x) || moments(x))
+        && [param, m, v, grad].into_iter().all(|x| !x.is_autodiff())
+}
+
 /// See [`super::adamw`]. The tensors' memory is used again where nobody else holds it.
 pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step: &AdamW) -> [Tensor<1>; 3] {
+    if m.dtype() == DType::BF16 {
+        let [param, m, v] = adamw(param, m.cast(DType::F32), v.cast(DType::F32), grad, step);
+        return [param, to_bf16(m, step.rounding, 0), to_bf16(v, step.rounding, 16)];
+    }
     let grad = flex::dense(flex::primitive(grad));
     let mut moved = [param, m, v].map(|x| flex::dense(flex::primitive(x)));
     let [p, m, v] = &mut moved;
@@ -40,6 +52,27 @@ pub fn adamw(param: Tensor<1>, m: Tensor<1>, v: Tensor<1>, grad: Tensor<1>, step
     let chunks = (chunks.0, chunks.1, chunks.2, flex::values(&grad).par_chunks(CHUNK));
     chunks.into_par_iter().for_each(|(p, m, v, g)| update(p, m, v, g, &factors));
     moved.map(Tensor::from_primitive::<Flex>)
+}
+
+/// Rounded up or down by chance: by 16 bits, from bit `shift` on, of each element's hash.
+pub fn to_bf16(x: Tensor<1>, rounding: u32, shift: u32) -> Tensor<1> {
+    let mut x = flex::dense(flex::primitive(x));
+    own(&mut x).par_chunks_mut(CHUNK).enumerate().for_each(|(n, values)| {
+        for (i, value) in (n * CHUNK..).zip(values) {
+            *value = one_of_bf16(*value, mix(mix(i as u32) ^ rounding) >> shift & 0xffff);
+        }
+    });
+    // Each is one of bf16's now, so this changes nothing.
+    Tensor::<1>::from_primitive::<Flex>(x).cast(DType::BF16)
+}
+
+/// One of the two bf16 numbers around `x`: the one further from 0 where `chance`, of 2¹⁶, reaches over the distance to it.
+fn one_of_bf16(x: f32, chance: u32) -> f32 {
+    let bits = x.to_bits();
+    match x.is_finite() {
+        true => f32::from_bits((bits + chance) & 0xffff_0000),
+        false => x,
+    }
 }
 
 /// The tensor's elements, copied first if they are shared or part of a larger tensor.

@@ -17,7 +17,7 @@ use crate::device::{Selected, compute_dtype, select};
 use crate::error::Problem;
 use crate::model::{HfConfig, Load, LoraSpec, Memory, Sizes, check_weights, sizes, untrained_tokens};
 use crate::report::{Event, Report, gib};
-use crate::{Error, Result, hub};
+use crate::{Error, Result, hub, ops};
 
 /// Whether the run will go on to read the model's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +67,7 @@ impl Ground {
         // ---- device and folder ----
         let selected = select(&plan.device)?;
         let dtype = compute_dtype(&selected, &config.model.dtype)?;
+        check_moments(&config.optim.kind, &selected)?;
         ranks.on_device(&selected.device)?;
         let folder = RunFolder::new(config);
         let mut locks = Locks::default();
@@ -226,12 +227,30 @@ fn load(config: &SftConfig, plan: &Plan, selected: &Selected, dtype: DType, rows
         compute_bytes: dtype.size(),
         trained_bytes: if full_in_half { 2 } else { 4 },
         optimizer_bytes: match config.optim.kind {
+            OptimKind::AdamW { ref moments_dtype, .. } if moments_dtype == "bfloat16" => 4,
             OptimKind::AdamW { .. } => 8,
             OptimKind::Sgd { .. } | OptimKind::Muon { .. } => 4,
             OptimKind::SignSgd => 0,
         },
         recompute: config.model.ac.as_ref().map(|ac| ac.freq),
         fused: fused.then_some(config.model.lora.is_some()),
+    }
+}
+
+fn check_moments(kind: &OptimKind, selected: &Selected) -> Result<()> {
+    match kind {
+        OptimKind::AdamW { moments_dtype, .. }
+            if moments_dtype == "bfloat16" && !ops::holds_moments_in_bf16(&selected.device) =>
+        {
+            Err(Error::device(
+                format!(
+                    "`{}` can't hold AdamW's means in `optim.moments_dtype = \"bfloat16\"`",
+                    selected.name
+                ),
+                "set `optim.moments_dtype = \"float32\"`, or train on CUDA or the CPU",
+            ))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -29,7 +29,7 @@ const MUON_EPS: f64 = 1e-8;
 /// The update rule of one parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rule {
-    AdamW { beta1: f64, beta2: f64, eps: f64 },
+    AdamW { beta1: f64, beta2: f64, eps: f64, moments: DType },
     Sgd { nesterov: bool, momentum: f64 },
     Muon { mu: f64, rows: usize, columns: usize },
     SignSgd,
@@ -197,7 +197,8 @@ impl Optimizer {
         let mut all = Vec::new();
         for (n, slot) in self.slots.iter().enumerate().filter(|_| self.updates > 0) {
             for (k, kind) in slot.rule.state_names().iter().enumerate() {
-                let mut values = slot.state.get(k).cloned();
+                // Always written in f32, which holds bf16's numbers exactly.
+                let mut values = slot.state.get(k).map(|values| values.clone().cast(DType::F32));
                 if let Some(shards) = &self.shards {
                     let none = || Tensor::zeros([slot.shape.iter().product::<usize>()], device);
                     let owner = &shards.owners[n..=n];
@@ -230,7 +231,7 @@ impl Optimizer {
                     let (found, wanted) = (&tensor.shape, &slot.shape);
                     return Err(format!("tensor `{name}` has shape {found:?}, wanted {wanted:?}"));
                 }
-                tensors.push(tensor.values);
+                tensors.push(tensor.values.cast(slot.rule.held_in()));
             }
             slot.state = tensors;
         }
@@ -258,14 +259,22 @@ struct Step {
 impl Rule {
     fn of(kind: &OptimKind, parameter: &Trainable) -> Self {
         match *kind {
-            OptimKind::AdamW { betas1, betas2, eps } => Rule::AdamW { beta1: betas1, beta2: betas2, eps },
+            OptimKind::AdamW { betas1, betas2, eps, ref moments_dtype } => {
+                let moments = if moments_dtype == "bfloat16" { DType::BF16 } else { DType::F32 };
+                Rule::AdamW { beta1: betas1, beta2: betas2, eps, moments }
+            }
             OptimKind::Sgd { nesterov, momentum } => Rule::Sgd { nesterov, momentum },
             OptimKind::Muon { mu, betas1, betas2 } => match parameter.shape[..] {
                 [rows, columns] if !is_head_or_embedding(&parameter.name) => Rule::Muon { mu, rows, columns },
-                _ => Rule::AdamW { beta1: betas1, beta2: betas2, eps: MUON_EPS },
+                _ => Rule::AdamW { beta1: betas1, beta2: betas2, eps: MUON_EPS, moments: DType::F32 },
             },
             OptimKind::SignSgd => Rule::SignSgd,
         }
+    }
+
+    /// The type of the state tensors.
+    fn held_in(self) -> DType {
+        if let Rule::AdamW { moments, .. } = self { moments } else { DType::F32 }
     }
 
     /// torch's names of the state tensors.
@@ -333,11 +342,11 @@ struct AdamWBatch {
 
 impl AdamWBatch {
     fn add(&mut self, n: usize, slot: &mut Slot, value: Tensor<1>, grad: Tensor<1>, step: Step) {
-        let Rule::AdamW { beta1, beta2, eps } = slot.rule else { return };
+        let Rule::AdamW { beta1, beta2, eps, moments } = slot.rule else { return };
         let mut state = std::mem::take(&mut slot.state).into_iter();
         let (m, v) = match (state.next(), state.next()) {
             (Some(m), Some(v)) => (m, v),
-            _ => (grad.zeros_like(), grad.zeros_like()),
+            _ => (grad.zeros_like().cast(moments), grad.zeros_like().cast(moments)),
         };
         self.slots.push(n);
         self.tensors.push([value, m, v, grad]);
@@ -349,6 +358,7 @@ impl AdamWBatch {
             weight_decay: slot.weight_decay,
             update: step.updates,
             grad_scale: step.grad_scale,
+            rounding: ops::mix(ops::mix(step.updates as u32).wrapping_add(n as u32)),
         });
     }
 

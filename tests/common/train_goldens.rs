@@ -57,7 +57,12 @@ fn initial(case: &Case, device: &Device) -> Decoder {
 
 fn optimizer(hyper: &Value, model: &Decoder) -> Optimizer {
     let number = |key: &str| hyper[key].as_f64().unwrap();
-    let kind = OptimKind::AdamW { betas1: number("beta1"), betas2: number("beta2"), eps: number("eps") };
+    let kind = OptimKind::AdamW {
+        betas1: number("beta1"),
+        betas2: number("beta2"),
+        eps: number("eps"),
+        moments_dtype: "float32".into(),
+    };
     let config = OptimConfig {
         lr: number("lr"),
         weight_decay: number("weight_decay"),

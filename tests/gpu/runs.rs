@@ -144,8 +144,16 @@ fn runs_in_one_batch_are_as_alone() {
 fn parameters_in_many_allocations_are_updated() {
     let Some(device) = card() else { return };
     const N: usize = 1 << 16;
-    let step =
-        AdamW { lr: 0.1, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, update: 1, grad_scale: 1.0 };
+    let step = AdamW {
+        lr: 0.1,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        update: 1,
+        grad_scale: 1.0,
+        rounding: 0,
+    };
     let tensor = |value: f32| Tensor::<1>::full([N], value, &device);
     let tensors: Vec<[Tensor<1>; 4]> =
         (0..3000).map(|n| [tensor(n as f32), tensor(0.0), tensor(0.0), tensor(1.0)]).collect();

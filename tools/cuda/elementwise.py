@@ -210,7 +210,7 @@ def check_cross_entropy(machine, rows, vocab, dtype, kept=None):
 
 class Piece(ctypes.Structure):
     _fields_ = [(n, ctypes.c_uint64) for n in ("parameter", "m", "v", "grad", "copy")] + [
-        ("count", ctypes.c_int), ("weight_decay", ctypes.c_float),
+        ("count", ctypes.c_int), ("weight_decay", ctypes.c_float), ("first", ctypes.c_uint32), ("rounding", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -221,10 +221,10 @@ class Adam(ctypes.Structure):
 def piece_table(tensors, size, device):
     """tensors: (parameter, m, v, grad, copy or None, weight_decay); pieces of at most `size` elements."""
     pieces = []
-    for *parts, decay in tensors:
+    for number, (*parts, decay) in enumerate(tensors):
         for first in range(0, parts[0].numel(), size):
             at = [0 if p is None else p.data_ptr() + first * p.element_size() for p in parts]
-            pieces.append(Piece(*at, min(size, parts[0].numel() - first), decay))
+            pieces.append(Piece(*at, min(size, parts[0].numel() - first), decay, first, number))
     raw = bytes((Piece * len(pieces))(*pieces))
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device), len(pieces)
 

@@ -80,3 +80,13 @@ fn templates_can_refuse_and_ask_for_the_date() {
     assert_eq!(strftime("%d %B %Y, %H:%M", date).unwrap(), "04 July 2026, 09:05");
     assert_eq!(render("{{ strftime_now('%Y') | length }}").unwrap(), "4");
 }
+
+#[test]
+fn a_template_that_loops_on_and_on_is_an_error() {
+    let endless = "{% for a in range(100000) %}{% for b in range(100000) %}{{ '' }}{% endfor %}{% endfor %}";
+    let error = environment().render_str(endless, ()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfFuel);
+    // A macro may call itself.
+    let recursive = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
+    environment().render_str(recursive, ()).unwrap_err();
+}

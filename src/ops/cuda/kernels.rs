@@ -49,7 +49,7 @@ pub enum Files {
 pub struct Module {
     /// The files.
     pub files: Files,
-    /// The size that the files are compiled for (width, head size); 0 where they take none.
+    /// The size that the files are compiled for (width, head size, bits of a moment); 0 where they take none.
     pub size: usize,
     /// f32 activations instead of bf16.
     pub float32: bool,
@@ -101,6 +101,7 @@ impl Module {
             Files::Norm => vec![format!("DIM={size}")],
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],
+            Files::Optimizer if size == 16 => vec!["MOMENTS_BF16".into()],
             Files::Rows | Files::Optimizer | Files::Small | Files::Adapters | Files::Embedding => Vec::new(),
         };
         if self.float32 {

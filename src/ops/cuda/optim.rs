@@ -26,6 +26,8 @@ struct Piece {
     copy: u64,
     count: i32,
     weight_decay: f32,
+    first: u32,
+    rounding: u32,
 }
 
 /// Whether the kernels take this tensor.
@@ -33,17 +35,39 @@ pub fn takes(x: &Tensor<1>) -> bool {
     x.dtype() == DType::F32 && !x.is_autodiff() && x.dims()[0] > 0 && is_card(&x.device())
 }
 
+/// Whether the kernels take this parameter, its moments and gradient.
+pub fn takes_update([param, m, v, grad]: [&Tensor<1>; 4]) -> bool {
+    let halves = |x: &Tensor<1>| x.dtype() == DType::BF16 && !x.is_autodiff();
+    [param, grad].into_iter().all(takes) && ([m, v].into_iter().all(takes) || [m, v].into_iter().all(halves))
+}
+
+/// The optimizer's kernels for moments of this type.
+fn module(moments: DType) -> Module {
+    Module::bf16(Files::Optimizer, moments.size() * 8)
+}
+
 fn primitive(x: Tensor<1>) -> CubeTensor {
     dense(x.try_into_primitive::<Cube>().expect("`takes` has seen the device"))
 }
 
-/// The pieces of a tensor's elements at these addresses.
-fn pieces(count: usize, [parameter, m, v, grad]: [u64; 4], weight_decay: f32) -> impl Iterator<Item = Piece> {
+/// The pieces of a tensor's elements at these addresses, moments of `width` bytes.
+fn pieces(count: usize, addresses: [u64; 4], width: usize) -> impl Iterator<Item = Piece> {
     (0..count).step_by(PIECE).map(move |first| {
-        let [parameter, m, v, grad] =
-            [parameter, m, v, grad].map(|x| if x == 0 { 0 } else { x + 4 * first as u64 });
-        let count = PIECE.min(count - first) as i32;
-        Piece { parameter, m, v, grad, copy: 0, count, weight_decay }
+        let at = |n: usize, width: usize| match addresses[n] {
+            0 => 0,
+            address => address + (width * first) as u64,
+        };
+        Piece {
+            parameter: at(0, 4),
+            m: at(1, width),
+            v: at(2, width),
+            grad: at(3, 4),
+            copy: 0,
+            count: PIECE.min(count - first) as i32,
+            weight_decay: 0.0,
+            first: first as u32,
+            rounding: 0,
+        }
     })
 }
 
@@ -57,7 +81,7 @@ fn table(like: &CubeTensor, pieces: &[Piece]) -> CubeTensor {
 pub fn sum_squares(xs: Vec<Tensor<1>>) -> Tensor<1> {
     let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
     let like = &xs[0];
-    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, address(x)], 0.0)).collect();
+    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, address(x)], 4)).collect();
     let table = table(like, &list);
     let partials = empty(like, [list.len()], DType::F32);
     let out = empty(like, [1], DType::F32);
@@ -68,15 +92,15 @@ pub fn sum_squares(xs: Vec<Tensor<1>>) -> Tensor<1> {
         gpu.counter(FINISHED).into(),
         pointer(&out).into(),
     ];
-    let module = Module::bf16(Files::Optimizer, 0);
-    gpu.enter(|side| side.launch(module, "sum_squares", Grid::new(list.len(), 256), &arguments));
+    gpu.enter(|side| side.launch(module(DType::F32), "sum_squares", Grid::new(list.len(), 256), &arguments));
     Tensor::from_primitive::<Cube>(out)
 }
 
-/// Whether one launch can do these updates: they differ in nothing but weight decay.
-pub fn alike(steps: &[AdamW]) -> bool {
-    let same = |step: &AdamW| AdamW { weight_decay: 0.0, ..*step };
+/// Whether one launch can do these updates: they differ in nothing but weight decay and random numbers.
+pub fn alike(steps: &[AdamW], tensors: &[[Tensor<1>; 4]]) -> bool {
+    let same = |step: &AdamW| AdamW { weight_decay: 0.0, rounding: 0, ..*step };
     steps.windows(2).all(|pair| same(&pair[0]) == same(&pair[1]))
+        && tensors.windows(2).all(|pair| pair[0][1].dtype() == pair[1][1].dtype())
 }
 
 /// One update of each `[parameter, m, v, gradient]`: the new parameters, m and v. Memory that nobody else holds is
@@ -88,10 +112,13 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>)
     }
     let [params, ms, vs, grads] = all;
     let [params, ms, vs] = [params, ms, vs].map(|list| own(list, &mut copies));
+    let moments = ms[0].dtype();
     let mut list = Vec::new();
     for (n, step) in steps.iter().enumerate() {
         let addresses = [&params[n], &ms[n], &vs[n], &grads[n]].map(address);
-        list.extend(pieces(params[n].shape()[0], addresses, step.weight_decay as f32));
+        let pieces = pieces(params[n].shape()[0], addresses, moments.size());
+        let (weight_decay, rounding) = (step.weight_decay as f32, step.rounding);
+        list.extend(pieces.map(|piece| Piece { weight_decay, rounding, ..piece }));
     }
     let like = &params[0];
     let table = table(like, &list);
@@ -102,7 +129,7 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>)
     gpu(like).enter(|side| {
         copies.iter().for_each(|copy| copy.run(side));
         let grid = Grid::new(list.len(), 256);
-        side.launch(Module::bf16(Files::Optimizer, 0), "adamw", grid, &arguments);
+        side.launch(module(moments), "adamw", grid, &arguments);
     });
     drop(grads);
     let updated = params.into_iter().zip(ms).zip(vs);
@@ -116,14 +143,14 @@ pub fn add(sums: Vec<Tensor<1>>, grads: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     let grads: Vec<CubeTensor> = grads.into_iter().map(primitive).collect();
     let pairs = sums.iter().zip(&grads);
     let list: Vec<Piece> =
-        pairs.flat_map(|(sum, g)| pieces(sum.shape()[0], [address(sum), 0, 0, address(g)], 0.0)).collect();
+        pairs.flat_map(|(sum, g)| pieces(sum.shape()[0], [address(sum), 0, 0, address(g)], 4)).collect();
     let table = table(&sums[0], &list);
     // This look-up waits for what was launched before.
     let arguments = [pointer(&table).into()];
     gpu(&sums[0]).enter(|side| {
         copies.iter().for_each(|copy| copy.run(side));
         let grid = Grid::new(list.len(), 256);
-        side.launch(Module::bf16(Files::Optimizer, 0), "add_gradients", grid, &arguments);
+        side.launch(module(DType::F32), "add_gradients", grid, &arguments);
     });
     sums.into_iter().map(Tensor::from_primitive::<Cube>).collect()
 }
@@ -170,11 +197,12 @@ fn own(mut tensors: Vec<CubeTensor>, copies: &mut Vec<Copy>) -> Vec<CubeTensor> 
     let shared: Vec<usize> = (0..tensors.len()).filter(|&n| !tensors[n].can_mut()).collect();
     let Some(&first) = shared.first() else { return tensors };
     let shapes: Vec<_> = shared.iter().map(|&n| tensors[n].shape()).collect();
-    let places = super::tensor::pieces(&tensors[first], &shapes, DType::F32);
+    let dtype = tensors[first].dtype();
+    let places = super::tensor::pieces(&tensors[first], &shapes, dtype);
     for (n, place) in shared.into_iter().zip(places) {
         let old = std::mem::replace(&mut tensors[n], place);
         let (from, to) = (address(&old), address(&tensors[n]));
-        let bytes = old.shape().num_elements() * 4;
+        let bytes = old.shape().num_elements() * dtype.size();
         let allocations = [allocation(&old), allocation(&tensors[n])];
         match copies.last_mut() {
             Some(last)

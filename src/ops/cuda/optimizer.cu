@@ -14,14 +14,36 @@ typedef bf16 moment;
 typedef float moment;
 #endif
 
-struct Piece {             // 48 bytes
+struct Piece {             // 56 bytes
     float* parameter;      // f32 master
     moment *m, *v;         // Adam's moments
     const gradient* grad;  //
     bf16* copy;            // bf16 copy for the products, or null
     int count;
     float weight_decay;
+    u32 first;             // the piece's first element, counted in the parameter
+    u32 rounding;          // which random numbers round moments in bf16
 };
+
+// `mix` of ops/mod.rs.
+DEVICE u32 mix(u32 x) {
+    x = (x ^ x >> 16) * 0x21f0aaadu;
+    x = (x ^ x >> 15) * 0xd35a2d97u;
+    return x ^ x >> 15;
+}
+
+// What is written back of the moments of the piece's element i: in bf16 rounded up or down by chance, as `to_bf16` of
+// ops/optim.rs does it, and f32 as it is.
+DEVICE float one_of_bf16(float x, u32 chance) {
+    const u32 bits = __float_as_uint(x);
+    return (bits & 0x7f800000u) == 0x7f800000u ? x : __uint_as_float((bits + chance) & 0xffff0000u);
+}
+DEVICE void round_moments(float& m, float& v, const Piece& piece, int i) {
+#ifdef MOMENTS_BF16
+    const u32 random = mix(mix(piece.first + i) ^ piece.rounding);
+    m = one_of_bf16(m, random & 0xffff), v = one_of_bf16(v, random >> 16);
+#endif
+}
 
 DEVICE void load4(float (&x)[4], const float* p) {
     const float4 y = *(const float4*)p;
@@ -123,7 +145,10 @@ KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const floa
         load4(v, piece.v + i * 4);
         load4(g, piece.grad + i * 4);
 #pragma unroll
-        for (int j = 0; j < 4; j++) adam(p[j], m[j], v[j], g[j] * factor, a, decay);
+        for (int j = 0; j < 4; j++) {
+            adam(p[j], m[j], v[j], g[j] * factor, a, decay);
+            round_moments(m[j], v[j], piece, i * 4 + j);
+        }
         store4(piece.parameter + i * 4, p);
         store4(piece.m + i * 4, m);
         store4(piece.v + i * 4, v);
@@ -132,6 +157,7 @@ KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const floa
     for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) {
         float p = piece.parameter[i], m = as_float(piece.m[i]), v = as_float(piece.v[i]);
         adam(p, m, v, as_float(piece.grad[i]) * factor, a, decay);
+        round_moments(m, v, piece, i);
         piece.parameter[i] = p;
         put(piece.m + i, m);
         put(piece.v + i, v);

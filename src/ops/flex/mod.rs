@@ -20,7 +20,8 @@ pub fn takes<const D: usize>(x: &Tensor<D>) -> bool {
     x.dtype() == DType::F32 && is_flex(&x.device())
 }
 
-fn is_flex(device: &Device) -> bool {
+/// Whether it is the CPU.
+pub fn is_flex(device: &Device) -> bool {
     matches!(device.clone().without_autodiff().as_dispatch(), DispatchDevice::Flex(_))
 }
 

@@ -1,7 +1,9 @@
 //! `sum_squares` and `adamw`.
 
+use super::super::optim::to_bf16;
 use super::super::{AdamW, adamw, plain, sum_squares};
 use super::*;
+use burn::tensor::DType;
 
 #[test]
 fn sum_squares_is_the_sum_of_squares() {
@@ -25,6 +27,7 @@ fn optimizer_repeats_bit_for_bit() {
         weight_decay: 0.01,
         update: 3,
         grad_scale: 0.5,
+        rounding: 0,
     };
     let inputs =
         [random(100_000, 3), random(100_000, 4), random(100_000, 5), random(100_000, 6)].map(|mut input| {
@@ -56,6 +59,7 @@ fn adamw_is_torchs() {
             weight_decay: 0.1,
             update,
             grad_scale: 0.25,
+            rounding: 0,
         };
         let grad = random(len, 100 + update as u64).frozen();
         fast = {
@@ -84,12 +88,49 @@ fn adamw_is_torchs() {
 /// What the caller still holds isn't overwritten.
 #[test]
 fn adamw_leaves_shared_memory_alone() {
-    let step =
-        AdamW { lr: 1e-1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, update: 1, grad_scale: 1.0 };
+    let step = AdamW {
+        lr: 1e-1,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        update: 1,
+        grad_scale: 1.0,
+        rounding: 0,
+    };
     let kept = random(100, 8).frozen().tensor();
     let before = floats(kept.clone());
     let zeros = || Tensor::<1>::zeros([100], &Device::flex());
     let [moved, ..] = adamw(kept.clone(), zeros(), zeros(), random(100, 9).frozen().tensor(), &step);
     assert_eq!(floats(kept), before);
     assert_ne!(floats(moved), before);
+}
+
+/// Every value is one of its two neighbours in bf16, and the mean of many roundings is the value.
+#[test]
+fn bf16_by_chance_is_right_on_average() {
+    let mut x = random(3000, 10).frozen().values;
+    x.extend([0.0, -0.0, 1.0, -2.5, 3.3e38, 1e-40, f32::INFINITY, f32::NEG_INFINITY]);
+    let tensor =
+        || Tensor::<1>::from_data(burn::tensor::TensorData::new(x.clone(), [x.len()]), &Device::flex());
+    const ROUNDS: u32 = 2000;
+    let mut sums = vec![0.0; x.len()];
+    for rounding in 0..ROUNDS {
+        let got = to_bf16(tensor(), rounding, 16 * (rounding % 2));
+        assert_eq!(got.dtype(), DType::BF16);
+        for ((got, x), sum) in floats(got.cast(DType::F32)).iter().zip(&x).zip(&mut sums) {
+            let lower = f32::from_bits(x.to_bits() & 0xffff_0000);
+            let upper = f32::from_bits((x.to_bits() & 0xffff_0000).wrapping_add(0x1_0000));
+            assert!(got == x || *got == lower || *got == upper, "{got} for {x}");
+            *sum += f64::from(*got);
+        }
+    }
+    for (sum, x) in sums.iter().zip(&x).filter(|(_, x)| x.abs() < 1e30) {
+        let (mean, x) = (sum / f64::from(ROUNDS), f64::from(*x));
+        // A neighbour is 2⁻⁷ away at most; the mean of 2000 draws, 5 deviations.
+        assert!(
+            (mean - x).abs() <= x.abs() * 2f64.powi(-7) * 0.5 / f64::from(ROUNDS).sqrt() * 5.0 + 1e-38,
+            "{mean} for {x}"
+        );
+    }
 }

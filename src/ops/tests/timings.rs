@@ -124,6 +124,7 @@ fn timings() {
         weight_decay: 0.0,
         update: 1,
         grad_scale: 1.0,
+        rounding: 0,
     };
     let [mut p, mut m, mut v] = [flat(), flat(), flat()];
     let grad = flat();
