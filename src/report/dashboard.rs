@@ -158,19 +158,8 @@ impl Keeper {
         let _ = out.write_all(PLAIN_SCREEN.as_bytes()).and_then(|()| out.flush());
         self.modes.restore();
     }
-}
 
-impl Holder for Keeper {
-    fn print(&self, text: &str) {
-        let _ = self.tell.send(Message::Text(text.into()));
-    }
-
-    fn leave(&self) {
-        self.leave_for(Why::Asked);
-    }
-}
-
-impl Keeper {
+    /// Asks for the terminal and waits for it.
     fn leave_for(&self, why: Why) {
         let _ = self.tell.send(Message::Leave(why));
         let over = self.over();
@@ -180,6 +169,16 @@ impl Keeper {
             self.restore();
             terminal::hold(None);
         }
+    }
+}
+
+impl Holder for Keeper {
+    fn print(&self, text: &str) {
+        let _ = self.tell.send(Message::Text(text.into()));
+    }
+
+    fn leave(&self) {
+        self.leave_for(Why::Asked);
     }
 }
 
@@ -228,7 +227,11 @@ impl Kept {
         let why = why.unwrap_or(if up { Why::Killed } else { Why::Broken });
         match why {
             Why::Asked => {
-                drop(ManuallyDrop::into_inner(renderer));
+                // A user who kills it just now is served.
+                let end = AssertUnwindSafe(|| drop(ManuallyDrop::into_inner(renderer)));
+                if catch_unwind(end).is_err() {
+                    self.keeper.restore();
+                }
                 hook.remove();
             }
             Why::Panic => self.end_beside(ManuallyDrop::into_inner(renderer), hook),
