@@ -128,10 +128,9 @@ fn two_runs_are_one_picture() {
             |line: &&str| line.starts_with("<polyline") && line.contains(&format!("stroke=\"{color}\""));
         let lines = svg.lines().filter(of_run).count();
         assert_eq!(lines, 6, "{color} in {svg}");
-        let marks = svg
-            .lines()
-            .filter(|line| !line.starts_with("<polyline") && line.contains(&format!("fill=\"{color}\"")))
-            .count();
+        let is_mark =
+            |line: &&str| !line.starts_with("<style") && line.contains(&format!("fill=\"{color}\""));
+        let marks = svg.lines().filter(is_mark).count();
         assert_eq!(marks, 5, "a point for each of steps 0, 2, 4, 6, and the legend's");
     }
     let png = dir.bytes("pictures/both.png");
