@@ -19,7 +19,7 @@ fn bench() {
         let loaded = embertune::config::load(&arguments).unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
         let steps = std::env::var("EMBERTUNE_BENCH_STEPS").ok().and_then(|steps| steps.parse().ok());
         let amount = Amount { warmup: 3, steps: steps.unwrap_or(9) };
-        let found = measure(&loaded.config, amount, &mut Plain::stderr());
+        let found = measure(&loaded.config, amount, None, &mut Plain::stderr());
         let found = found.unwrap_or_else(|e| panic!("{e}: {:?}", e.hint()));
         eprintln!("BENCH {} {}", arguments.join(" "), found.to_json());
     }
