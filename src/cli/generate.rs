@@ -123,7 +123,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
 impl GenerateArgs {
     fn sampling(&self) -> Result<SampleConfig> {
         let (temperature, top_p) = (self.temperature, self.top_p);
-        let message = if !(temperature >= 0.0 && temperature.is_finite()) || !(top_p > 0.0 && top_p <= 1.0) {
+        let message = if !(temperature >= 0.0 && temperature.is_finite() && top_p > 0.0 && top_p <= 1.0) {
             format!("`--temperature` is {temperature}, `--top-p` is {top_p}")
         } else if temperature == 0.0 && (top_p < 1.0 || self.top_k.is_some()) {
             "`--top-p` and `--top-k` limit what is drawn, but `--temperature` is 0: nothing is drawn".into()
