@@ -68,7 +68,7 @@ fn an_adapter_goes_up_whole_and_once() {
             "{name}"
         );
     }
-    assert_eq!(server.state().repositories[REPO], true, "private");
+    assert!(server.state().repositories[REPO], "private");
     assert!(String::from_utf8_lossy(&server.asked("/commit/")[0].body).contains(r#""summary":"First""#));
     // The token is shown to the hub alone, and what is sent has a length.
     for asked in server.asked("") {

@@ -114,8 +114,8 @@ impl Push<'_> {
             let doing = "asking how the files are wanted";
             let answer = self.post(&self.api("preupload"), JSON, &body).map_err(|f| self.error(doing, &f))?;
             for file in files {
-                let told = answer["files"].as_array().into_iter().flatten();
-                let told = told.filter(|told| told["path"] == file.path.as_str()).next_back();
+                let mut told = answer["files"].as_array().into_iter().flatten();
+                let told = told.find(|told| told["path"] == file.path.as_str());
                 let odd =
                     || self.error(doing, &Failure::Broken(format!("nothing is said of `{}`", file.path)));
                 let told = told.ok_or_else(odd)?;
@@ -148,8 +148,8 @@ impl Push<'_> {
             let doing = "asking where large files go";
             let answer = self.post(&url, LFS, &body).map_err(|f| self.error(doing, &f))?;
             for (file, oid) in files {
-                let told = answer["objects"].as_array().into_iter().flatten();
-                let told = told.filter(|told| told["oid"] == oid.as_str()).next_back();
+                let mut told = answer["objects"].as_array().into_iter().flatten();
+                let told = told.find(|told| told["oid"] == oid.as_str());
                 let odd =
                     || self.error(doing, &Failure::Broken(format!("nothing is said of `{}`", file.path)));
                 sent += self.send(file, oid, told.ok_or_else(odd)?)?;
