@@ -89,17 +89,22 @@ pub fn push(upload: &Upload, to: &Destination) -> Result<Pushed> {
         hint: "wanted `--repo OWNER/NAME` of letters, digits, `-`, `_` and `.`, and a branch in `--revision`"
             .into(),
     })?;
-    let unreachable = |message: &str, hint: &str| Error::Hub { message: message.into(), hint: hint.into() };
     if offline() {
-        return Err(unreachable("`HF_HUB_OFFLINE` is set: nothing is pushed", "unset `HF_HUB_OFFLINE`"));
+        let message = "`HF_HUB_OFFLINE` is set: nothing is pushed".into();
+        return Err(Error::Hub { message, hint: "unset `HF_HUB_OFFLINE`".into() });
     }
-    #[cfg(feature = "hub")]
-    return push::push(upload, &repo, to);
-    #[cfg(not(feature = "hub"))]
-    {
-        let _ = (repo, upload);
-        Err(unreachable("this program was built without the feature `hub`", "build it with `--features hub`"))
-    }
+    send(upload, &repo, to)
+}
+
+#[cfg(feature = "hub")]
+fn send(upload: &Upload, repo: &Repo, to: &Destination) -> Result<Pushed> {
+    push::push(upload, repo, to)
+}
+
+#[cfg(not(feature = "hub"))]
+fn send(_: &Upload, _: &Repo, _: &Destination) -> Result<Pushed> {
+    let message = "this program was built without the feature `hub`".into();
+    Err(Error::Hub { message, hint: "build it with `--features hub`".into() })
 }
 
 /// The hub's name of a model that is called `name` and lies in `folder`: where it is one of the hub's, or lies in its

@@ -7,10 +7,10 @@ mod common;
 use std::path::Path;
 
 use burn::tensor::{DType, Device};
-use common::goldens::floats;
+use common::goldens::{Stored, floats, tensors};
 use common::run::{Ran, RunDir};
 use embertune::data::{Batch, Stream};
-use embertune::export::load_adapter;
+use embertune::export::{load_adapter, merge_as};
 use embertune::model::Decoder;
 
 /// Rows that are all the same and fill more than half of a packed row: every step sees the same data.
@@ -117,6 +117,16 @@ fn an_adapter_goes_through_lint_merge_and_generate() {
     assert!(apart(&wanted, &merged) < 1e-5, "f32 sums in another order: {}", apart(&wanted, &merged));
     let cost = apart(&wanted, &rounded);
     assert!(cost > 0.0 && cost < 0.1 * apart(&before, &wanted), "what bf16 costs: {cost}");
+    // What the merge says of itself is so: the largest change, and what rounding costs.
+    let report = merge_as(&base, &dir.path(adapter), &dir.path("again"), Some(DType::BF16)).unwrap();
+    let stored = |folder: &Path| tensors(&folder.join("model.safetensors"));
+    let (old, exact, short) = (stored(&base), stored(&dir.path("f32")), stored(&dir.path("again")));
+    let largest = |name: &str, other: &Stored| apart(&exact[name].values, &other.values);
+    let adapted = |name: &&String| name.contains("q_proj.weight") || name.contains("v_proj.weight");
+    let change = old.keys().filter(adapted).map(|name| largest(name, &old[name])).fold(0.0, f32::max);
+    let cost = old.keys().filter(adapted).map(|name| largest(name, &short[name])).fold(0.0, f32::max);
+    assert!((report.largest_change.0 - change).abs() <= 1e-6, "{report:?}, {change}");
+    assert_eq!((report.changed, report.largest_rounding), (4, cost));
     // And the command says the same through either.
     let answer = |args: &[&str]| {
         let args = [&["generate", "--device", "flex", "--max-tokens", "16"], args, &["q1"]].concat();

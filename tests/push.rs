@@ -182,6 +182,16 @@ fn refusals_are_told_with_what_to_do_and_nothing_is_there_then() {
     server.state().faults.clear();
     let ran = push(&dir, &server, &[adapter, "--repo", REPO, "--private"]).fails(1);
     ran.says(&["everyone can read it", "leave `--private` out"]);
+    // A card that the hub doesn't understand is told of before anything is made or sent.
+    let before = server.asked("").len();
+    dir.write("adapter/README.md", "---\nbase_model: ./\n---\n");
+    let ran = push(&dir, &server, &[adapter, "--repo", "owner/new"]).fails(1);
+    ran.says(&[
+        "reading the card (`README.md`)",
+        "\"base_model\" with value \"./\" is not valid",
+        "mend what the hub says",
+    ]);
+    assert_eq!(server.asked("").len(), before + 1);
     // Nobody listens.
     let mut gone = Server::new(&[]);
     gone.endpoint = "http://127.0.0.1:9".into();

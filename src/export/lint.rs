@@ -1,8 +1,9 @@
 //! Which servers take an adapter as it is, which refuse it, and which take it and compute something else.
 //!
 //! The rules are those of PEFT 0.21.2, vLLM 0.33 (`lora/peft_helper.py`, `lora_model.py`), SGLang 0.5.23 and llama.cpp's
-//! `convert_lora_to_gguf.py`, read from their sources and issue trackers in November 2026. Where a server is not known to
-//! refuse or misread something, nothing is said.
+//! `convert_lora_to_gguf.py`, read from their sources and issue trackers in November 2026; those of the first two are held
+//! against their own loaders (`tools/parity/lint_check.py`). Where a server is not known to refuse or misread something,
+//! nothing is said.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -215,7 +215,9 @@ fn refused(status: u16, mut answer: Answer) -> (Failure, Option<Duration>) {
     let said = header("x-error-message").or_else(|| {
         let text = answer.response.body_mut().read_to_string().ok()?;
         let json: serde_json::Value = serde_json::from_str(&text).ok()?;
-        json["error"].as_str().map(str::to_string)
+        let several = json["errors"].as_array().into_iter().flatten();
+        let several: Vec<&str> = several.filter_map(|error| error["message"].as_str()).collect();
+        json["error"].as_str().map(str::to_string).or((!several.is_empty()).then(|| several.join("; ")))
     });
     (Failure::Refused(status, said.unwrap_or_default()), wait)
 }

@@ -50,6 +50,7 @@ pub(super) fn push(upload: &Upload, repo: &Repo, to: &Destination) -> Result<Pus
             "make one that may write (hub: Settings, Access Tokens) and set `HF_TOKEN`, or `hf auth login`";
         return Err(Error::Hub { message, hint: hint.into() });
     }
+    push.card()?;
     push.repository(to.private)?;
     push.branch()?;
     let wanted = push.wanted()?;
@@ -62,6 +63,24 @@ pub(super) fn push(upload: &Upload, repo: &Repo, to: &Destination) -> Result<Pus
 }
 
 impl Push<'_> {
+    /// Lets the hub read the head of the card, which it would otherwise refuse when all else has been sent.
+    fn card(&self) -> Result<()> {
+        const CARD: &str = "README.md";
+        if !self.upload.files.iter().any(|file| file.path == CARD) {
+            return Ok(());
+        }
+        let path = self.upload.dir.join(CARD);
+        let content = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, "read", e))?;
+        let body = json!({ "repoType": "model", "content": content });
+        match self.post(&format!("{}/api/validate-yaml", self.hub.endpoint), JSON, &body) {
+            Err(failure @ Failure::Refused(400, _)) => {
+                Err(self.error("reading the card (`README.md`)", &failure))
+            }
+            // Whatever else is wrong, the requests that have to succeed will tell; not every hub knows this one.
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the repository, unless it is there.
     fn repository(&self, private: bool) -> Result<()> {
         let (owner, name) = self.repo.id.split_once('/').unwrap_or(("", &self.repo.id));
@@ -115,7 +134,7 @@ impl Push<'_> {
             let answer = self.post(&self.api("preupload"), JSON, &body).map_err(|f| self.error(doing, &f))?;
             for file in files {
                 let mut told = answer["files"].as_array().into_iter().flatten();
-                let told = told.rfind(|told| told["path"] == file.path.as_str());
+                let told = told.find(|told| told["path"] == file.path.as_str());
                 let odd =
                     || self.error(doing, &Failure::Broken(format!("nothing is said of `{}`", file.path)));
                 let told = told.ok_or_else(odd)?;
@@ -149,7 +168,7 @@ impl Push<'_> {
             let answer = self.post(&url, LFS, &body).map_err(|f| self.error(doing, &f))?;
             for (file, oid) in files {
                 let mut told = answer["objects"].as_array().into_iter().flatten();
-                let told = told.rfind(|told| told["oid"] == oid.as_str());
+                let told = told.find(|told| told["oid"] == oid.as_str());
                 let odd =
                     || self.error(doing, &Failure::Broken(format!("nothing is said of `{}`", file.path)));
                 sent += self.send(file, oid, told.ok_or_else(odd)?)?;

@@ -268,6 +268,13 @@ fn written(state: &mut State, port: u16, path: &str, asked: &Asked) -> Option<Wr
             state.repositories.insert(id.clone(), text("visibility") == "private");
             plain(200, json!({ "url": format!("http://127.0.0.1:{port}/{id}") }))
         }
+        ("POST", ["api", "validate-yaml"]) => {
+            let refused = body()["content"].as_str().expect("the card").contains("base_model: ./");
+            let errors =
+                refused.then(|| json!({ "message": "\"base_model\" with value \"./\" is not valid" }));
+            let status = if refused { 400 } else { 200 };
+            plain(status, json!({ "errors": errors.into_iter().collect::<Vec<_>>(), "warnings": [] }))
+        }
         ("POST", ["api", "models", _, _, "branch", branch]) => {
             if state.revisions.contains_key(*branch) {
                 return no(409, "Reference already exists");
