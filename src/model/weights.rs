@@ -19,7 +19,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::lora::normal;
 use super::{Decoder, HfConfig, read_json_object};
 use crate::error::{Error, Result};
-use crate::ops::mapped::map_file;
+use crate::ops::mapped::{map_file, release};
 
 /// Makes [`Error::Model`] or [`Error::Adapter`] from path, message and hint.
 pub(crate) type MakeError = fn(PathBuf, String, String) -> Error;
@@ -124,6 +124,11 @@ impl Checkpoint {
     /// A tensor's bytes as they lie in the file.
     pub fn bytes(&self, entry: &Entry) -> &[u8] {
         &self.files[entry.file].map[entry.range.clone()]
+    }
+
+    /// A tensor's values were read: its part of the file needs no memory any more.
+    fn release(&self, entry: &Entry) {
+        release(&self.files[entry.file].map, entry.range.clone());
     }
 
     /// A tensor's values in f32.
@@ -390,6 +395,7 @@ impl Loader<'_> {
         let name = self.path.join(".");
         let entry = &self.checkpoint.entries[&name];
         let values = self.checkpoint.values(&name, entry)?;
+        self.checkpoint.release(entry);
         let Some(data) = tensor_data(values, &entry.shape, self.dtype) else {
             let message = format!("`{name}` has values beyond the range of {:?}", self.dtype);
             let path = &self.checkpoint.files[entry.file].path;
