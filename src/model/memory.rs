@@ -7,8 +7,8 @@
 //!
 //! * the head, after the last layer: `L·kept + 2e` a token, `n·e` for its gradient, a chunk of logits
 //! * the backward pass of the last layer: `L·kept` and what that layer works in
-//! * the end of the backward pass: all gradients, twice that of a trained embedding
-//! * the update: old and new values, gradients, the optimizer's state
+//! * the first layer's backward pass: all gradients and what that layer works in; then the embedding's gradient, where
+//!   it is trained
 //!
 //! With recomputation `L·e` takes the place of `L·kept`, and one layer's `kept` comes back at a time.
 //!
@@ -26,7 +26,7 @@ const LOGITS_ROWS: [usize; 2] = [256, 4096];
 /// Query rows of a block of attention on the CPU.
 const ATTENTION_ROWS: usize = 64;
 /// What the program itself takes on the CPU: code's data, threads, allocator, loader.
-const PROGRAM: usize = 36 << 20;
+const PROGRAM: usize = 30 << 20;
 /// The pool of the layer op has gaps: what it takes from the card, for each byte in use, by measurements.
 const GAPS: f64 = 1.06;
 const MIB: usize = 1 << 20;
@@ -97,6 +97,8 @@ struct Widths {
     head_dim: usize,
     v: usize,
     qk_norm: bool,
+    /// Whether one weight that is trained is embedding and head.
+    tied: bool,
 }
 
 /// A moment of a step, in bytes beyond the frozen weights.
@@ -140,6 +142,7 @@ impl Memory {
             head_dim: config.head_dim,
             v: config.vocab_size,
             qk_norm: config.qk_norm,
+            tied: config.tie_word_embeddings && sizes.trains_embedding && sizes.modules == 0,
         };
         let estimate = Estimate { w, sizes, load, column: load.tokens * load.compute_bytes };
         match load.place {
@@ -243,26 +246,25 @@ impl Estimate<'_> {
         };
         // The number of a layer counts from the first of the model.
         let below = self.sizes.layers.len() - layers.len();
+        let one = layers.iter().map(|layer| self.kept(layer)).max().unwrap_or(0);
         let (kept, again) = match self.load.recompute {
             None => (all(&|_| false), 0),
-            Some(every) => {
-                let again = layers.iter().map(|layer| self.kept(layer)).max().unwrap_or(0);
-                (all(&|n| (n + below).is_multiple_of(every.max(1))), again)
-            }
+            Some(every) => (all(&|n| (n + below).is_multiple_of(every.max(1))), one),
         };
         let held = self.values() + self.state() + self.sums();
         let of_head = self.vocabulary(self.sizes.trains_head);
-        let update =
-            self.values() + self.state() + self.values() + 2 * self.vocabulary(self.sizes.trains_embedding);
+        // Embedding's gradient is made whole and added: to the head's where both are one.
+        let made = self.vocabulary(self.sizes.trains_embedding) * (1 + usize::from(self.w.tied));
+        let end = held + self.values();
         fullest([
             Moment { trained: held, activations: self.tables() + kept + 2 * e, head: self.head() },
-            Moment { trained: held, activations: self.tables() + kept + again + 2 * e, head: 0 },
             Moment {
                 trained: held + of_head,
                 activations: self.tables() + kept + again + self.work(),
                 head: 0,
             },
-            Moment { trained: update + self.sums(), activations: self.tables(), head: 0 },
+            Moment { trained: end, activations: self.tables() + one + self.work(), head: 0 },
+            Moment { trained: end + made, activations: self.tables(), head: 0 },
         ])
     }
 
