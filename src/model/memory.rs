@@ -81,6 +81,8 @@ pub struct Load {
     pub compute_bytes: usize,
     /// Bytes of the optimizer's state for each trained parameter; of several ranks, its share.
     pub state_bytes: f64,
+    /// Whether the optimizer's state is updated where it lies (AdamW's is).
+    pub in_place: bool,
     /// Every how many layers one is recomputed.
     pub recompute: Option<usize>,
     /// Where it all lies.
@@ -271,9 +273,9 @@ impl Estimate<'_> {
     fn on_cpu(&self) -> Memory {
         let Moment { trained, activations, head } = self.moments();
         let used = self.frozen() + trained + activations + head;
-        // The allocator's own share, and the gaps that blocks as large as the embedding leave among all others.
-        let gaps =
-            used / 100 + self.vocabulary(self.sizes.trains_embedding || self.sizes.trains_head) * 5 / 4;
+        // The allocator's own share, and the gaps that blocks as large as the embedding leave among all others: measured.
+        let large = self.vocabulary(self.sizes.trains_embedding || self.sizes.trains_head);
+        let gaps = used / 100 + if self.load.in_place { large * 5 / 4 } else { large * 5 / 2 };
         memory([self.frozen(), trained, activations, head, PROGRAM + gaps])
     }
 

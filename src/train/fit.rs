@@ -34,9 +34,8 @@ impl Room {
         model: &HfConfig,
         sizes: &Sizes,
     ) -> Self {
-        let adamw = 8;
         let state_bytes = match config.optim.kind {
-            OptimKind::AdamW { .. } => adamw,
+            OptimKind::AdamW { .. } => 8,
             OptimKind::Sgd { momentum: 0.0, .. } | OptimKind::SignSgd => 0,
             OptimKind::Sgd { .. } | OptimKind::Muon { .. } => 4,
         };
@@ -46,6 +45,7 @@ impl Room {
             sums: false,
             compute_bytes: dtype.size(),
             state_bytes: f64::from(state_bytes) / plan.world_size as f64,
+            in_place: matches!(config.optim.kind, OptimKind::AdamW { .. }),
             recompute: config.model.ac.as_ref().map(|ac| ac.freq),
             place: place(config, selected, dtype, model),
         };
@@ -213,6 +213,7 @@ mod tests {
             sums: false,
             compute_bytes: 4,
             state_bytes: 8.0,
+            in_place: true,
             recompute: None,
             place,
         };

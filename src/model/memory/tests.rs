@@ -76,6 +76,7 @@ fn estimate(run: &Run) -> Memory {
         sums: run.rounds > 1,
         compute_bytes: 2,
         state_bytes: 8.0,
+        in_place: true,
         recompute: run.recompute,
         place: Place::Card { fused: run.fused },
     };
@@ -107,7 +108,7 @@ fn what_is_trained_decides_what_is_kept() {
         let sizes = sizes(&model, Some(&LoraSpec::from_config(&lora)), &Device::flex()).unwrap();
         let (tokens, longest, place) = (2048, 1024, Place::Cpu { threads: 2 });
         #[rustfmt::skip]
-        let load = Load { tokens, longest, sums: false, compute_bytes: 4, state_bytes: 8.0, recompute, place };
+        let load = Load { tokens, longest, sums: false, compute_bytes: 4, state_bytes: 8.0, in_place: true, recompute, place };
         Memory::estimate(&model, &sizes, load)
     };
     let all = of(LoraConfig::default(), None);
