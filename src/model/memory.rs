@@ -171,6 +171,11 @@ impl Estimate<'_> {
         (self.sizes.counts.trainable as f64 * self.load.state_bytes) as usize
     }
 
+    /// Trained weights in the type that is computed in.
+    fn cast(&self) -> usize {
+        if self.load.compute_bytes == 4 { 0 } else { self.sizes.saved * self.load.compute_bytes }
+    }
+
     fn sums(&self) -> usize {
         if self.load.sums { self.values() } else { 0 }
     }
@@ -253,7 +258,7 @@ impl Estimate<'_> {
             None => (all(&|_| false), 0),
             Some(every) => (all(&|n| (n + below).is_multiple_of(every.max(1))), one),
         };
-        let held = self.values() + self.state() + self.sums();
+        let held = self.values() + self.state() + self.sums() + self.cast();
         let of_head = self.vocabulary(self.sizes.trains_head);
         // Embedding's gradient is made whole and added: to the head's where both are one.
         let made = self.vocabulary(self.sizes.trains_embedding) * (1 + usize::from(self.w.tied));
@@ -311,8 +316,8 @@ impl Estimate<'_> {
         let layers = self.layers().len();
         let pool = self.of_layers();
         let x = e * self.column;
-        // The trained weights in the type that is computed in; the head's gradient in both.
-        let cast = self.sizes.saved * self.load.compute_bytes;
+        let cast = self.cast();
+        // The head's gradient is there in both types.
         let (of_head, of_both) = match self.sizes.trains_head || self.sizes.trains_embedding {
             true => (v * e * 6, v * e * 8),
             false => (0, 0),
