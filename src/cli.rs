@@ -16,6 +16,7 @@ use crate::{Error, Result, SftLearner, StopFlag, train};
 
 mod again;
 mod bench;
+mod check;
 mod completions;
 mod generate;
 mod launch;
@@ -53,7 +54,8 @@ enum Command {
     },
     /// Find out in seconds what `sft` would do: data, sizes, steps, an estimate of memory, what is wrong.
     Check {
-        /// As for `sft`; and `--resolved`: the whole configuration first, as `sft` would write it.
+        /// As for `sft`; and `--resolved`: the whole configuration first, as `sft` would write it; `--fit`: the largest
+        /// micro-batch that fits what is free, or `--memory 80GiB`.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -124,7 +126,7 @@ pub fn run() -> u8 {
             let again = sweep::again(&job);
             sft(job, &again, &mut format)
         }),
-        Command::Check { args } => check(&args),
+        Command::Check { args } => check::check(&args),
         Command::Bench { args } => bench::bench(&args),
         Command::Preview { args } => preview::preview(&args),
         Command::Launch { ranks, args } => match launch::launch(ranks.into(), &args) {
@@ -254,24 +256,6 @@ fn with_command(error: Error, args: &[String]) -> Error {
         }
         other => other,
     }
-}
-
-fn check(args: &[String]) -> Result<()> {
-    log::init(Level::INFO, LineFormat::Text, None);
-    let whole = args.iter().any(|arg| arg == "--resolved");
-    let args: Vec<String> = args.iter().filter(|arg| *arg != "--resolved").cloned().collect();
-    let config::Loaded { config, runs, differences } = config::load(&args)?;
-    match whole {
-        true => print(&config::RunConfig::to_toml(&config, &runs))?,
-        false => print(&describe(&differences).join("\n"))?,
-    }
-    if runs.is_empty() {
-        return print(&train::check::check(&config)?.to_string());
-    }
-    for run in &runs {
-        print(&format!("\nRun {}\n{}", run.name, train::check::check(&run.config)?))?;
-    }
-    Ok(())
 }
 
 /// `key = value (default)` for each key that isn't at its default.

@@ -234,6 +234,40 @@ pub fn device_bytes(device: &Device) -> Option<u64> {
     burns
 }
 
+/// Bytes that are free now on the card, or for this process where the device is the CPU; `None` where nobody says.
+pub fn free_bytes(selected: &Selected) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Some(free) = crate::ops::cuda::free_bytes(&selected.device) {
+        return Some(free);
+    }
+    if selected.name != "flex" {
+        return None;
+    }
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    let machine = kib * 1024;
+    Some(limit_left().map_or(machine, |left| left.min(machine)))
+}
+
+/// What a container or job (a control group of Linux) leaves this process; `None` without a limit.
+fn limit_left() -> Option<u64> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let mounted = std::path::Path::new("/sys/fs/cgroup");
+    mounted.join(own).ancestors().take_while(|group| group.starts_with(mounted)).filter_map(group_left).min()
+}
+
+fn group_left(group: &std::path::Path) -> Option<u64> {
+    let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    // Pages of files that nobody has used for a while count as used, and give way.
+    let files =
+        read("memory.stat")?.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse().ok());
+    Some(limit.saturating_sub(used.saturating_sub(files.unwrap_or(0))))
+}
+
 /// The type that frozen weights have and layers compute in: `model.dtype`, where `auto` is bf16
 /// on CUDA and f32 elsewhere.
 ///

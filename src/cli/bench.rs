@@ -96,6 +96,7 @@ fn describe(bench: &Bench) -> String {
     if let Some(bytes) = of(bench.process_bytes) {
         line("memory of the process", bytes);
     }
+    line("estimated by `check`", format!("{:.2} GiB", gib(bench.estimated_bytes)));
     line("start to first step", format!("{:.2} s", bench.to_first_step));
     if let Some(peer) = &bench.peer {
         let seconds = peer.median_ms() / 1e3;

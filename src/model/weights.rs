@@ -395,6 +395,7 @@ impl Loader<'_> {
         let name = self.path.join(".");
         let entry = &self.checkpoint.entries[&name];
         let values = self.checkpoint.values(&name, entry)?;
+        self.checkpoint.release(entry);
         let Some(data) = tensor_data(values, &entry.shape, self.dtype) else {
             let message = format!("`{name}` has values beyond the range of {:?}", self.dtype);
             let path = &self.checkpoint.files[entry.file].path;

@@ -20,16 +20,15 @@ pub fn map_file(path: &Path) -> Result<Mmap> {
     unsafe { Mmap::map(&file) }.map_err(failed)
 }
 
-/// Gives back the memory that a part of the map has come to hold: who goes through a large model doesn't want all of
-/// it there at once. What is read again comes from the file again.
+/// Lets the pages of a range go, once its values are read: they count as this process's memory while they stay. Whoever
+/// looks again has them read from the file again.
 pub fn release(map: &Mmap, range: Range<usize>) {
     #[cfg(unix)]
     {
-        use memmap2::UncheckedAdvice::DontNeed;
-        // SAFETY: the map is shared with a file that isn't rewritten (see above), so its pages come back as they were.
-        let released = unsafe { map.unchecked_advise_range(DontNeed, range.start, range.len()) };
-        // Where it can't be done, the system does it when it needs the room.
-        let _ = released;
+        let len = range.len().min(map.len().saturating_sub(range.start));
+        // SAFETY: the map is read-only and backed by its file, so a page that was let go comes back as it was.
+        // That the system may refuse changes no value.
+        let _ = unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, len) };
     }
     #[cfg(not(unix))]
     let _ = (map, range);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use burn::module::Module;
 use serde_json::{Value, json};
 
-use super::ground::{Ground, Weights};
+use super::ground::{Ground, Purpose};
 use super::metrics::peak_process_bytes;
 use super::ranks::{Ranks, World};
 use super::setup;
@@ -21,7 +21,7 @@ use crate::model::Decoder;
 use crate::report::{Event, Report};
 use crate::{Error, Result};
 
-/// Steps that are taken apart into phases.
+/// Steps that are taken apart into phases, at most as many as are measured whole.
 const PHASED: usize = 5;
 /// What MFU is computed from.
 pub const MFU_FORMULA: &str = "FLOPs of a step / seconds / the card's dense bf16 peak; a product of m×k and k×n is 2mkn; linear \
@@ -71,8 +71,10 @@ pub struct Bench {
     pub mfu: Option<f64>,
     /// Most bytes that were reserved on the device, where it says.
     pub device_bytes: Option<u64>,
-    /// The process's peak memory in bytes, where the system says.
+    /// The process's peak memory in bytes without mapped files, where the system says.
     pub process_bytes: Option<u64>,
+    /// What the peak of the device (on the CPU that of the process) was estimated at.
+    pub estimated_bytes: u64,
     /// Seconds from the call (with a peer, from its end) to the end of the first step.
     pub to_first_step: f64,
     /// The peer, if one was asked for.
@@ -112,7 +114,7 @@ fn measure(
     report: &mut dyn Report,
 ) -> Result<Bench> {
     let mut began = Instant::now();
-    let mut ground = Ground::survey(config, plan, Weights::Needed, &mut ranks, report, &StopFlag::default())?;
+    let mut ground = Ground::survey(config, plan, Purpose::Train, &mut ranks, report, &StopFlag::default())?;
     let clock = Instant::now();
     let Some(batches) = ground.data.loader.next_step()? else {
         return Err(Error::train("the data hold no step", "look at `embertune check`"));
@@ -125,7 +127,7 @@ fn measure(
     }
     let alone = RunConfig { name: String::new(), start_step: 0, config: config.clone() };
     let (model, _) = setup::model(&[alone], std::slice::from_ref(&ground), report)?;
-    let selected = ground.selected;
+    let (selected, room) = (ground.selected, ground.room);
     let speed = setup::Speed::new(&selected, &model);
     let optimizer = setup::optimizer(config, &model.trainable(), &ranks);
     let options = setup::step_options(config);
@@ -134,7 +136,7 @@ fn measure(
     let (mut waits, mut to_first_step, mut most) = (Vec::new(), 0.0, None);
     for step in 0..amount.warmup + amount.steps.max(1) {
         let clock = Instant::now();
-        let wait = run.step()?;
+        let wait = run.step().map_err(|e| room.explain(e, &selected))?;
         if step == 0 {
             to_first_step = began.elapsed().as_secs_f64();
         }
@@ -145,8 +147,10 @@ fn measure(
         most = most.max(device_bytes(&run.model.device()));
         report.progress("measuring", step + 1, amount.warmup + amount.steps);
     }
+    // What follows isn't what a run does.
+    let process_bytes = peak_process_bytes();
     report.event(&Event::Note("measuring phases".into()));
-    let mut phases = run.phases()?;
+    let mut phases = run.phases(amount.steps.min(PHASED))?;
     phases.insert(0, ("data", data_ms));
     let seconds = median(times.clone()) / 1e3;
     let device = hardware_name(&selected.device).unwrap_or_else(|| selected.name.clone());
@@ -169,7 +173,8 @@ fn measure(
         ms: times,
         phases,
         device_bytes: most,
-        process_bytes: peak_process_bytes(),
+        process_bytes,
+        estimated_bytes: room.memory(room.rows).total(),
         to_first_step,
         peer: beside,
     })
@@ -209,9 +214,9 @@ impl Run<'_> {
     }
 
     /// Medians of forward, backward and optimizer; forward is a pass without a tape, backward the rest of both.
-    fn phases(&mut self) -> Result<Vec<(&'static str, f64)>> {
+    fn phases(&mut self, steps: usize) -> Result<Vec<(&'static str, f64)>> {
         let mut times = [const { Vec::new() }; 4];
-        for _ in 0..PHASED {
+        for _ in 0..steps {
             let plain = self.model.valid();
             self.sync()?;
             let clock = Instant::now();
@@ -297,6 +302,7 @@ impl Bench {
             "phases_ms": phases, "host_waits_for_device": self.host_waits,
             "mfu_percent": self.mfu, "mfu_formula": MFU_FORMULA,
             "peak_device_bytes": self.device_bytes, "peak_process_bytes": self.process_bytes,
+            "estimated_bytes": self.estimated_bytes,
             "seconds_to_first_step": self.to_first_step, "version": env!("CARGO_PKG_VERSION"),
             "peer": self.peer.as_ref().map(|peer| peer.to_json(self.tokens)),
         })

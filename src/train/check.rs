@@ -3,15 +3,16 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use super::ground::{Ground, Weights, check_folders};
+use super::fit::Fit;
+use super::ground::{Ground, Purpose, check_folders};
 use super::ranks::{Ranks, World};
 use super::setup;
 use super::sft::StopFlag;
-use crate::Result;
 use crate::config::{Plan, SftConfig};
 use crate::data::DataReport;
 use crate::model::{Memory, Sizes};
 use crate::report::{Event, Report, RunInfo, StepMetrics, Summary, gib, thousands};
+use crate::{Error, Result};
 
 /// What [`check`] found.
 #[derive(Debug, Clone)]
@@ -34,22 +35,43 @@ pub struct Checked {
     pub seq_len: usize,
     /// The estimate for one device.
     pub memory: Memory,
-    /// Bytes that are free now, where that is known.
+    /// Bytes that are free now, where that is known; or those that were given.
     pub free: Option<u64>,
+    /// The largest micro-batch that fits, where that was asked.
+    pub fit: Option<Fit>,
     /// What the user should know before training.
     pub warnings: Vec<String>,
+}
+
+/// What is asked beside whether a run can start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Asked {
+    /// Which micro-batch is the largest that fits.
+    pub fit: bool,
+    /// The device's memory in bytes; `None`: what is free now.
+    pub memory: Option<u64>,
 }
 
 /// Does all that a run does before it reads weights.
 ///
 /// # Errors
-/// What would keep the run from starting.
-pub fn check(config: &SftConfig) -> Result<Checked> {
+/// What would keep the run from starting; too little memory only where it isn't asked what fits. A device that doesn't
+/// say what is free, where what fits is asked without a number.
+pub fn check(config: &SftConfig, asked: Asked) -> Result<Checked> {
     check_folders(config)?;
     let plan = Plan::new(config, World::of(config)?.ranks())?;
     let mut warnings = Warnings::default();
     let (mut alone, stop) = (Ranks::alone(), StopFlag::default());
-    let found = Ground::survey(config, &plan, Weights::IfThere, &mut alone, &mut warnings, &stop)?;
+    let purpose = Purpose::Check { memory: asked.memory, fit: asked.fit };
+    let found = Ground::survey(config, &plan, purpose, &mut alone, &mut warnings, &stop)?;
+    let unknown = || {
+        let message = format!("`{}` doesn't say how much memory is free", found.selected.name);
+        Error::device(message, "say it: `check --fit --memory 24GiB`")
+    };
+    let fit = match asked.fit {
+        true => Some(found.room.fit(found.free.ok_or_else(unknown)?)),
+        false => None,
+    };
     let dtype = format!("{:?}", found.dtype).to_lowercase();
     Ok(Checked {
         model: format!("{} on {} in {dtype}", config.model.name, found.selected.name),
@@ -60,7 +82,8 @@ pub fn check(config: &SftConfig) -> Result<Checked> {
         batch_size: config.data.batch_size(),
         has_weights: found.has_weights,
         sizes: found.sizes,
-        memory: found.memory,
+        memory: found.room.memory(found.room.rows),
+        fit,
         free: found.free,
         warnings: warnings.0,
     })
@@ -90,15 +113,19 @@ impl Display for Checked {
             adapters
         )?;
         self.write_data(f)?;
-        let Memory { weights, trained, activations, logits } = self.memory;
-        let free = self.free.map(|free| format!("; free now: {:.2} GiB", gib(free))).unwrap_or_default();
+        let Memory { weights, trained, activations, head, rest } = self.memory;
+        let free = self.free.map(|free| format!("; free: {:.2} GiB", gib(free))).unwrap_or_default();
         writeln!(f, "Memory of a device, an estimate: {:.2} GiB{free}", gib(self.memory.total()))?;
-        let [weights, trained, activations, logits] = [weights, trained, activations, logits].map(gib);
+        let [weights, trained, activations, head, rest] =
+            [weights, trained, activations, head, rest].map(gib);
         writeln!(
             f,
             "  weights {weights:.2}, trained parameters with gradients and optimizer {trained:.2}, \
-             activations {activations:.2}, logits {logits:.2}"
+             activations {activations:.2}, head {head:.2}, the rest {rest:.2}"
         )?;
+        if let Some(fit) = &self.fit {
+            writeln!(f, "{fit}")?;
+        }
         for warning in &self.warnings {
             writeln!(f, "warning: {warning}")?;
         }

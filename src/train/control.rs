@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::ground::{Ground, Weights};
+use super::ground::{Ground, Purpose};
 use super::run::Run;
 use super::sft::{Job, StopFlag};
 use crate::checkpoint::RunFolder;
@@ -106,7 +106,7 @@ fn add(job: &mut Job<'_>, name: &str, text: &str, report: &mut dyn Report, stop:
     let RunConfig { config, .. } = load_run(job.config, name, text)?;
     let plan = job.plan.of_run(&config)?;
     let report = &mut Named::new(report, Some(&name.to_string()));
-    let ground = Ground::survey(&config, &plan, Weights::Needed, &mut job.ranks, report, stop)?;
+    let ground = Ground::survey(&config, &plan, Purpose::Train, &mut job.ranks, report, stop)?;
     let lora = config.model.lora.as_ref().expect("runs have adapters: a rule of their file");
     let mut model = job.model.clone();
     model.attach_one_more(&LoraSpec::from_config(lora), config.seed)?;

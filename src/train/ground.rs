@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::DType;
 
+use super::fit::Room;
 use super::ranks::Ranks;
 use super::resume::{self, Begun, Keys};
 use super::sample::Samples;
@@ -12,21 +13,26 @@ use super::schedule::Schedule;
 use super::setup::{self, Data, go_on};
 use super::sft::StopFlag;
 use crate::checkpoint::{Locks, RunFolder, Start};
-use crate::config::{OptimKind, Plan, SftConfig};
+use crate::config::{Plan, SftConfig};
 use crate::data::{ChatTokenizer, DataReport};
-use crate::device::{Selected, compute_dtype, select};
+use crate::device::{Selected, compute_dtype, free_bytes, select};
 use crate::error::Problem;
-use crate::model::{HfConfig, Load, LoraSpec, Memory, Sizes, check_weights, sizes, untrained_tokens};
+use crate::model::{HfConfig, LoraSpec, Sizes, check_weights, sizes, untrained_tokens};
 use crate::report::{Event, Report, gib};
 use crate::{Error, Result, hub, ops};
 
-/// Whether the run will go on to read the model's weights.
+/// What the run's ground is looked at for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Weights {
-    /// They are fetched if they aren't there.
-    Needed,
-    /// What is there of them is looked at.
-    IfThere,
+pub(super) enum Purpose {
+    /// To train on it: weights are fetched if they aren't there.
+    Train,
+    /// To tell of it: what is there of the weights is looked at.
+    Check {
+        /// The device's memory in bytes, in the place of what is free now.
+        memory: Option<u64>,
+        /// Whether it is asked what fits, so that too little memory is an answer.
+        fit: bool,
+    },
 }
 
 /// Everything but the model.
@@ -38,12 +44,13 @@ pub(super) struct Ground {
     pub selected: Selected,
     /// What frozen weights are held and computed in.
     pub dtype: DType,
-    /// The folder of `config.json` and the tokenizer; with [`Weights::Needed`], of the weights too.
+    /// The folder of `config.json` and the tokenizer; for [`Purpose::Train`], of the weights too.
     pub base: PathBuf,
-    /// Whether the weights are there; with [`Weights::Needed`] they are.
+    /// Whether the weights are there; for [`Purpose::Train`] they are.
     pub has_weights: bool,
     pub sizes: Sizes,
-    pub memory: Memory,
+    /// How much memory it takes.
+    pub room: Room,
     /// Bytes that are free now, where that is known.
     pub free: Option<u64>,
     pub data: Data,
@@ -61,7 +68,7 @@ impl Ground {
     pub fn survey(
         config: &SftConfig,
         plan: &Plan,
-        weights: Weights,
+        purpose: Purpose,
         ranks: &mut Ranks,
         report: &mut dyn Report,
         stop: &StopFlag,
@@ -84,9 +91,9 @@ impl Ground {
 
         // ---- model ----
         go_on(config, ranks, stop)?;
-        let base = match weights {
-            Weights::Needed => hub::model_dir(&config.model.name)?,
-            Weights::IfThere => hub::config_dir(&config.model.name)?,
+        let base = match purpose {
+            Purpose::Train => hub::model_dir(&config.model.name)?,
+            Purpose::Check { .. } => hub::config_dir(&config.model.name)?,
         };
         let hf = HfConfig::load(&base)?;
         warn(report, plan.check_positions(hf.max_position_embeddings)?);
@@ -97,9 +104,12 @@ impl Ground {
         warn(report, weights.is_none().then(|| no_weights(config)));
         let has_weights = weights.is_some();
         warn(report, weights.into_iter().flat_map(|report| report.warnings));
-        let estimate = |rows| Memory::estimate(&hf, sizes.counts, load(config, plan, &selected, dtype, rows));
-        let (memory, free) = (estimate(plan.rows_per_micro_batch), free_bytes(&selected));
-        warn(report, too_large(plan, &selected, free, |rows| estimate(rows).total())?);
+        let room = Room::new(config, plan, (&selected, dtype), &hf, &sizes);
+        let (free, fit) = match purpose {
+            Purpose::Train => (free_bytes(&selected), false),
+            Purpose::Check { memory, fit } => (memory.or_else(|| free_bytes(&selected)), fit),
+        };
+        warn(report, if fit { None } else { too_large(&room, &selected, free)? });
 
         // ---- data ----
         go_on(config, ranks, stop)?;
@@ -125,7 +135,7 @@ impl Ground {
         let schedule = setup::schedule(config, &begun, max_steps)?;
         #[rustfmt::skip]
         let ground = Self {
-            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, samples, keys, begun,
+            folder, locks, start, selected, dtype, base, has_weights, sizes, room, free, data, samples, keys, begun,
             max_steps, schedule,
         };
         Ok(ground)
@@ -190,16 +200,11 @@ fn too_little_data(config: &SftConfig, data: &DataReport) -> Option<String> {
 
 /// More memory than is free: a warning on the CPU, which may swap, an error on a card, with the largest micro-batch
 /// that fits.
-fn too_large(
-    plan: &Plan,
-    selected: &Selected,
-    free: Option<u64>,
-    estimate: impl Fn(usize) -> u64,
-) -> Result<Option<String>> {
-    let rows = plan.rows_per_micro_batch;
-    let Some(free) = free.filter(|free| estimate(rows) > *free) else { return Ok(None) };
-    let hint = what_fits(rows, free, &estimate);
-    let (needed, free) = (gib(estimate(rows)), gib(free));
+fn too_large(room: &Room, selected: &Selected, free: Option<u64>) -> Result<Option<String>> {
+    let needed = room.memory(room.rows).total();
+    let Some(free) = free.filter(|free| needed > *free) else { return Ok(None) };
+    let hint = room.advice(free);
+    let (needed, free) = (gib(needed), gib(free));
     let message = format!(
         "training is estimated to take {needed:.1} GiB on `{}`, and {free:.1} GiB are free",
         selected.name
@@ -208,35 +213,6 @@ fn too_large(
         Ok(Some(format!("{message}: {hint}")))
     } else {
         Err(Error::device(message, hint))
-    }
-}
-
-fn what_fits(rows: usize, free: u64, estimate: &impl Fn(usize) -> u64) -> String {
-    match (1..rows).rev().find(|&rows| estimate(rows) <= free) {
-        Some(rows) => format!("`data.micro_batch_size = {rows}` is the largest that fits"),
-        None => {
-            "not even one row fits: lower `data.seq_len`, switch `[model.ac]` on, or take a smaller model"
-                .into()
-        }
-    }
-}
-
-fn load(config: &SftConfig, plan: &Plan, selected: &Selected, dtype: DType, rows: usize) -> Load {
-    let on_card = selected.name.starts_with("cuda");
-    let full_in_half = config.model.lora.is_none() && config.model.optimization_dtype == "bfloat16";
-    let fused = on_card && dtype == DType::BF16;
-    Load {
-        tokens: rows * plan.seq_len,
-        compute_bytes: dtype.size(),
-        trained_bytes: if full_in_half { 2 } else { 4 },
-        optimizer_bytes: match config.optim.kind {
-            OptimKind::AdamW { ref moments_dtype, .. } if moments_dtype == "bfloat16" => 4,
-            OptimKind::AdamW { .. } => 8,
-            OptimKind::Sgd { .. } | OptimKind::Muon { .. } => 4,
-            OptimKind::SignSgd => 0,
-        },
-        recompute: config.model.ac.as_ref().map(|ac| ac.freq),
-        fused: fused.then_some(config.model.lora.is_some()),
     }
 }
 
@@ -255,22 +231,6 @@ fn check_moments(kind: &OptimKind, selected: &Selected) -> Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-/// What is free now on the card, or of the machine's memory where that is what the device has (Linux's
-/// `/proc/meminfo`).
-fn free_bytes(selected: &Selected) -> Option<u64> {
-    #[cfg(feature = "cuda")]
-    if let Some(free) = crate::ops::cuda::free_bytes(&selected.device) {
-        return Some(free);
-    }
-    if selected.name != "flex" {
-        return None;
-    }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 /// A warning where the chat template prints tokens that the base model never learned and that the run won't
@@ -297,16 +257,4 @@ fn untrained_chat_tokens(
          template of known tokens in `[tokenizer] chat_template`",
         names.collect::<Result<Vec<_>>>()?.join(", ")
     )))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::what_fits;
-
-    #[test]
-    fn the_largest_micro_batch_that_fits_is_named() {
-        let estimate = |rows: usize| 10 + 4 * rows as u64;
-        assert!(what_fits(8, 30, &estimate).contains("`data.micro_batch_size = 5`"));
-        assert!(what_fits(2, 13, &estimate).contains("not even one row"));
-    }
 }

@@ -75,12 +75,16 @@ impl FlopCounts {
     }
 }
 
-/// The process's peak resident memory: `VmHWM` of Linux's `/proc/self/status`; `None` elsewhere.
+/// The process's peak resident memory without mapped files (the program itself, weights that are read): `VmHWM` less
+/// `RssFile` of Linux's `/proc/self/status`; `None` elsewhere.
 pub fn peak_process_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+    let kib = |name: &str| -> Option<u64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    // Weights let their pages go as they are read, so that the peak holds no more of files than now.
+    Some((kib("VmHWM:")?.saturating_sub(kib("RssFile:")?)) * 1024)
 }
 
 /// `metrics.jsonl`: a row a step, appended.

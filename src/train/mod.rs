@@ -4,6 +4,7 @@ pub mod bench;
 pub mod check;
 mod control;
 pub mod eval;
+mod fit;
 mod ground;
 pub mod metrics;
 pub mod optim;
@@ -19,4 +20,5 @@ mod skipped;
 pub mod step;
 
 pub use crate::report::{StepMetrics, Summary};
+pub use fit::Fit;
 pub use sft::{SftLearner, StopFlag};

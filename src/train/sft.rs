@@ -16,7 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::control;
-use super::ground::{Ground, Weights, check_folders};
+use super::fit::Room;
+use super::ground::{Ground, Purpose, check_folders};
 use super::metrics::peak_process_bytes;
 use super::page;
 use super::ranks::{Ranks, World};
@@ -26,6 +27,7 @@ use super::step::{StepOptions, Turn, forward_backward_runs, update_runs};
 use crate::checkpoint::RunFolder;
 use crate::config::{Plan, RunConfig, SftConfig};
 use crate::data::Batch;
+use crate::device::Selected;
 use crate::model::Decoder;
 use crate::report::{Both, Event, Monitors, Named, PhaseTimes, Report, Summary};
 use crate::{Error, Result};
@@ -121,6 +123,8 @@ pub(super) struct Job<'a> {
     failed: Vec<(String, Error)>,
     options: StepOptions,
     speed: setup::Speed,
+    /// Where the device has too little memory after all: what would fit. `None` where several runs share it.
+    room: Option<(Room, Selected)>,
     /// Steps of this job, whichever runs took part.
     step: usize,
     started: Instant,
@@ -147,13 +151,14 @@ impl<'a> Job<'a> {
         for run in runs {
             let report = &mut Named::new(report, several.then_some(&run.name));
             let plan = plan.of_run(&run.config)?;
-            grounds.push(Ground::survey(&run.config, &plan, Weights::Needed, &mut ranks, report, stop)?);
+            grounds.push(Ground::survey(&run.config, &plan, Purpose::Train, &mut ranks, report, stop)?);
         }
 
         // ---- model, adapters ----
         go_on(config, &ranks, stop)?;
         let (mut model, details) = setup::model(runs, &grounds, report)?;
         let speed = setup::Speed::new(&grounds[0].selected, &model);
+        let room = (!several).then(|| (grounds[0].room.clone(), grounds[0].selected.clone()));
         let first = (grounds[0].begun.progress.step, grounds[0].max_steps);
         let mut info = setup::info(config, &ranks, &grounds[0].selected, &model, details, first);
         info.steps_per_epoch = setup::steps_per_epoch(&grounds[0].data.loader).filter(|_| !several);
@@ -179,7 +184,9 @@ impl<'a> Job<'a> {
         let options = setup::step_options(config);
         let step = made.iter().map(|run| run.start_step + run.progress.step).max().unwrap_or(0);
         let (ended, failed) = (Vec::new(), Vec::new());
-        Ok(Self { config, plan, ranks, model, runs: made, ended, failed, options, speed, step, started })
+        #[rustfmt::skip]
+        let job = Self { config, plan, ranks, model, runs: made, ended, failed, options, speed, room, step, started };
+        Ok(job)
     }
 
     /// The loop.
@@ -224,6 +231,10 @@ impl<'a> Job<'a> {
         // ---- forward and backward: each run's sums of loss, gradients and trained tokens ----
         let clock = Instant::now();
         let sums = forward_backward_runs(&self.model, batches, &self.options)
+            .map_err(|e| match &self.room {
+                Some((room, selected)) => room.explain(e, selected),
+                None => e,
+            })
             .map_err(|e| self.runs[0].at_step(self.runs[0].progress.step + 1, e))?;
         let mut sums: Vec<_> = sums.into_iter().map(Some).collect();
         let mut turns = Vec::new();

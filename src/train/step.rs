@@ -13,6 +13,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
+use burn::module::Module;
 use burn::tensor::{Gradients, Tensor};
 
 use super::optim::Optimizer;
@@ -142,8 +143,7 @@ struct Pass {
     y: Option<Tensor<2>>,
 }
 
-/// The forward pass runs with autodiff too and drops each recomputed layer's tape: without autodiff, a backend may
-/// take other kernels, with other rounding.
+/// A recomputed layer runs without a tape first: one that is dropped stays in Burn's memory until a backward pass comes by.
 fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
     let embedded = model.embed(inputs);
     if model.recomputes(&embedded, inputs) {
@@ -151,18 +151,20 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
     }
     // The gradient goes down to the lowest trained layer, or to the embedding.
     let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
+    let plain = model.valid();
     let mut hidden = embedded.clone().inner();
     let mut passes = Vec::with_capacity(model.num_layers());
     for i in 0..model.num_layers() {
-        let x = leaf(hidden.clone(), lowest.is_below(i));
-        let y = model.layer(i, x.clone(), inputs);
-        if lowest.trains(i) {
-            passes.push(match i.is_multiple_of(every) {
-                true => Pass { layer: i, x: hidden, y: None },
-                false => Pass { layer: i, x, y: Some(y.clone()) },
-            });
+        if i.is_multiple_of(every) || !lowest.trains(i) {
+            let y = plain.layer(i, hidden.clone(), inputs);
+            let x = std::mem::replace(&mut hidden, y);
+            passes.extend(lowest.trains(i).then_some(Pass { layer: i, x, y: None }));
+        } else {
+            let x = leaf(hidden, lowest.is_below(i));
+            let y = model.layer(i, x.clone(), inputs);
+            hidden = y.clone().inner();
+            passes.push(Pass { layer: i, x, y: Some(y) });
         }
-        hidden = y.inner();
     }
 
     let x = leaf(hidden, lowest.is_below(model.num_layers()));
