@@ -12,7 +12,7 @@ use crate::report::log::{self, LogFile, ToFile};
 use crate::report::{Both, Event, LineFormat, Live, Plain, Report};
 use crate::terminal::{self, Stderr};
 use crate::train::ranks::World;
-use crate::{Error, Result, SftLearner, StopFlag, train};
+use crate::{Error, Result, SftLearner, StopFlag};
 
 mod again;
 mod bench;

@@ -13,7 +13,7 @@ use super::schedule::Schedule;
 use super::setup::{self, Data, go_on};
 use super::sft::StopFlag;
 use crate::checkpoint::{Locks, RunFolder, Start};
-use crate::config::{Plan, SftConfig};
+use crate::config::{OptimKind, Plan, SftConfig};
 use crate::data::{ChatTokenizer, DataReport};
 use crate::device::{Selected, compute_dtype, free_bytes, select};
 use crate::error::Problem;
