@@ -305,9 +305,9 @@ impl Estimate<'_> {
         let b = if self.sizes.trains_embedding { 4 } else { self.load.compute_bytes };
         let largest = (self.w.v * self.w.e * b).max(self.w.e * self.column).max(self.values());
         let page = (largest + MIB).next_multiple_of(MIB);
-        // They want a page without anything on it, where they are what is largest.
-        let new = if largest == self.values() { page - self.values() } else { 0 };
-        (bytes + new).div_ceil(page) * page
+        // Where they are what is largest they want a page without anything on it.
+        let empty = usize::from(largest == self.values());
+        (bytes.div_ceil(page) + empty) * page
     }
 
     /// With the layer op (`ops/cuda/layer`).
