@@ -280,7 +280,7 @@ impl Estimate<'_> {
         let used = self.frozen() + trained + activations + head;
         // The allocator's own share, and the gaps that blocks as large as the embedding leave among all others: measured.
         let large = self.vocabulary(self.sizes.trains_embedding || self.sizes.trains_head);
-        let gaps = used / 100 + if self.load.in_place { large * 5 / 4 } else { large * 5 / 2 };
+        let gaps = used / 100 + if self.load.in_place { large * 3 / 2 } else { large * 5 / 2 };
         memory([self.frozen(), trained, activations, head, PROGRAM + gaps])
     }
 
