@@ -15,21 +15,16 @@ const F: usize = 1024;
 const V: usize = 24_000;
 const D: usize = 32;
 
-/// Made-up tokens and a Qwen3 model with random bf16 weights.
-const RUN: [&str; 12] = [
-    "--model.name",
-    "model",
-    "--data.type",
-    "fake",
-    "--data.input-ids",
-    "random",
-    "--device",
-    "flex",
-    "--max-steps",
-    "3",
-    "--output-dir",
-    "out",
-];
+/// Made-up tokens, three steps.
+const RUN: &str = r#"
+max_steps = 3
+device = "flex"
+[model]
+name = "model"
+[data]
+type = "fake"
+input_ids = "random"
+"#;
 
 fn shapes() -> Vec<(String, Vec<usize>)> {
     let mut all =
@@ -54,6 +49,7 @@ fn shapes() -> Vec<(String, Vec<usize>)> {
 
 fn dir_with_model() -> RunDir {
     let dir = RunDir::new();
+    dir.write("memory.toml", RUN);
     std::fs::create_dir(dir.path("model")).unwrap();
     let config = json!({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": E, "num_hidden_layers": LAYERS,
@@ -87,8 +83,8 @@ fn the_estimate_is_within_ten_percent_of_the_peak() {
     let dir = dir_with_model();
     let step = ["--data.seq-len", "512", "--data.batch-size", "3", "--data.micro-batch-size", "3"];
     for own in [&["--model.lora"][..], &["--model.lora", "--model.ac"], &[]] {
-        let bench = ["bench", "--steps", "1", "--warmup", "2", "--json", "bench.json"];
-        dir.run(&[&bench[..], &RUN, &step, own].concat()).succeeds().says(&["estimated by `check`"]);
+        let bench = ["bench", "@", "memory.toml", "--steps", "1", "--warmup", "2", "--json", "bench.json"];
+        dir.run(&[&bench[..], &step, own].concat()).succeeds().says(&["estimated by `check`"]);
         let found: Value = serde_json::from_str(&dir.text("bench.json")).unwrap();
         let bytes = |key: &str| found[key].as_f64().unwrap();
         let (estimate, peak) = (bytes("estimated_bytes"), bytes("peak_process_bytes"));
@@ -123,7 +119,7 @@ fn check_finds_the_largest_micro_batch_that_fits() {
     // Asked what fits, too little memory is an answer.
     assert!(!check(64 * rows, &["--fit"]).all().contains(too_much));
     let none =
-        dir.run(&[&["check", "--fit", "--memory", "50MiB", "--model.lora"], &RUN[..]].concat()).succeeds();
+        dir.run(&["check", "@", "memory.toml", "--fit", "--memory", "50MiB", "--model.lora"]).succeeds();
     none.says(&["none, one row of 128 tokens", "[model.ac]"]);
     dir.run(&["check", "--memory", "much"]).fails(2).says(&["`--memory` wants a size, not `much`", "80GiB"]);
 }

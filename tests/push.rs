@@ -270,6 +270,22 @@ fn what_was_pushed_is_what_comes_back() {
     assert_eq!(dir.losses("again"), dir.losses("direct"));
 }
 
+#[test]
+fn a_whole_model_has_a_card_and_goes_by_its_runs_folder() {
+    let (server, dir) = (Server::new(&[]), RunDir::new());
+    dir.sft(&["--model.lora", "None", "--output-dir", "full"]).succeeds();
+    let card = dir.text("full/weights/step_2/README.md");
+    for words in ["library_name: transformers", "All weights of the base model", "| Trained | all weights |"]
+    {
+        assert!(card.contains(words), "{words} in {card}");
+    }
+    let ran = push(&dir, &server, &["full", "--repo", REPO]).succeeds();
+    ran.says(&["full/weights/step_2 to owner/mine", "model.safetensors", "tokenizer.json", "STABLE"]);
+    assert!(!held(&server, "main").contains(&"STABLE".to_string()));
+    push(&dir, &server, &["nowhere", "--repo", REPO]).fails(1).says(&["there is no such folder"]);
+    push(&dir, &server, &["full/logs", "--repo", REPO]).fails(1).says(&["neither an adapter", "of a run"]);
+}
+
 /// To see that this hub is like the real one, and that others ask it the same: start it, let `huggingface_hub` push to the
 /// endpoint that it prints (`HF_HUB_DISABLE_XET=1`), end its input, and read what was asked.
 #[test]

@@ -280,7 +280,7 @@ impl Estimate<'_> {
         let used = self.frozen() + trained + activations + head;
         // The allocator's own share, and the gaps that blocks as large as the embedding leave among all others: measured.
         let large = self.vocabulary(self.sizes.trains_embedding || self.sizes.trains_head);
-        let gaps = used / 100 + if self.load.in_place { large * 5 / 4 } else { large * 5 / 2 };
+        let gaps = used / 100 + if self.load.in_place { large * 3 / 2 } else { large * 5 / 2 };
         memory([self.frozen(), trained, activations, head, PROGRAM + gaps])
     }
 
@@ -305,9 +305,9 @@ impl Estimate<'_> {
         let b = if self.sizes.trains_embedding { 4 } else { self.load.compute_bytes };
         let largest = (self.w.v * self.w.e * b).max(self.w.e * self.column).max(self.values());
         let page = (largest + MIB).next_multiple_of(MIB);
-        // They want a page without anything on it, where they are what is largest.
-        let new = if largest == self.values() { page - self.values() } else { 0 };
-        (bytes + new).div_ceil(page) * page
+        // Where they are what is largest they want a page without anything on it.
+        let empty = usize::from(largest == self.values());
+        (bytes.div_ceil(page) + empty) * page
     }
 
     /// With the layer op (`ops/cuda/layer`).

@@ -291,7 +291,8 @@ fn written(state: &mut State, port: u16, path: &str, asked: &Asked) -> Option<Wr
                 return no(404, &format!("Invalid rev id: {revision}"));
             }
             if *what == "commit" {
-                return committed(state, port, revision, &asked.body);
+                let at = format!("http://127.0.0.1:{port}/{owner}/{name}");
+                return committed(state, &at, revision, &asked.body);
             }
             let body = body();
             let files = body["files"].as_array().expect("a list of files").iter().map(|file| {
@@ -373,7 +374,7 @@ fn stored(state: &mut State, oid: &str, content: &[u8]) -> bool {
 }
 
 /// A commit of lines of JSON, over what the revision holds.
-fn committed(state: &mut State, port: u16, revision: &str, body: &[u8]) -> Option<Written> {
+fn committed(state: &mut State, at: &str, revision: &str, body: &[u8]) -> Option<Written> {
     let mut files = state.commits[&state.revisions[revision]].clone();
     let text = std::str::from_utf8(body).expect("text");
     let mut lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
@@ -408,7 +409,7 @@ fn committed(state: &mut State, port: u16, revision: &str, body: &[u8]) -> Optio
     let commit = format!("{:040x}", state.commits.len());
     state.commits.insert(commit.clone(), files);
     state.revisions.insert(revision.into(), commit.clone());
-    let url = format!("http://127.0.0.1:{port}/commit/{commit}");
+    let url = format!("{at}/commit/{commit}");
     Some((200, Vec::new(), json!({ "success": true, "commitOid": commit, "commitUrl": url })))
 }
 

@@ -98,10 +98,12 @@ def write_model(folder, shape):
 
 
 def measure(binary, model, seq_len, rows, rounds, more, scratch):
-    found = f"{scratch}/bench.json"
+    found, base = f"{scratch}/bench.json", f"{scratch}/base.toml"
+    with open(base, "w") as out:
+        out.write('max_steps = 3\ndevice = "flex"\n[model]\nname = ""\n[data]\ntype = "fake"\ninput_ids = "random"\n')
     command = [
-        binary, "bench", "--steps", "1", "--warmup", "2", "--json", found, "--device", "flex", "--max-steps", "3",
-        "--model.name", model, "--data.type", "fake", "--data.input-ids", "random", "--data.seq-len", str(seq_len),
+        binary, "bench", "@", base, "--steps", "1", "--warmup", "2", "--json", found,
+        "--model.name", model, "--data.seq-len", str(seq_len),
         "--data.micro-batch-size", str(rows), "--data.batch-size", str(rows * rounds), *more,
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True)
