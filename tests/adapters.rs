@@ -129,7 +129,7 @@ fn an_adapter_goes_through_lint_merge_and_generate() {
     assert_eq!((report.changed, report.largest_rounding), (4, cost));
     // And the command says the same through either.
     let answer = |args: &[&str]| {
-        let args = [&["generate", "--device", "flex", "--max-tokens", "16"], args, &["q1"]].concat();
+        let args = [&["generate", "--device", "flex", "--max-new-tokens", "16"], args, &["q1"]].concat();
         dir.run(&args).succeeds().stdout
     };
     let said = answer(&["--model", base_text, "--adapter", "out"]);

@@ -112,8 +112,8 @@ apart("PEFT's own merge, transformers on the merged model", own, logits(whole, i
 
 prompt = "What is a tide?"
 answers = [
-    embertune("generate", "--device", "flex", "--max-tokens", 32, "--model", args.model.resolve(), "--adapter", "run", prompt),
-    embertune("generate", "--device", "flex", "--max-tokens", 32, "--model", merged, prompt),
+    embertune("generate", "--device", "flex", "--max-new-tokens", 32, "--model", args.model.resolve(), "--adapter", "run", prompt),
+    embertune("generate", "--device", "flex", "--max-new-tokens", 32, "--model", merged, prompt),
 ]
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 chat = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True)

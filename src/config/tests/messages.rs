@@ -108,7 +108,7 @@ fn flags_are_named_as_they_were_given() {
         "--max-steps: `max_steps` is given without a value, wanted an integer\n\
          --data.micro-batch-size: `data.micro_batch_size` is `x`, wanted an integer\n\
          --seed: `seed` is `1 2`, wanted an integer\n\
-         --optim.lr-rate: unknown key `optim.lr_rate`\n    hint: `[optim]` has `type`, `betas1`, `betas2`, `eps`, `lr`, `weight_decay`, `max_norm` and `max_skipped`"
+         --optim.lr-rate: unknown key `optim.lr_rate`\n    hint: `[optim]` has `type`, `betas1`, `betas2`, `eps`, `moments_dtype`, `lr`, `weight_decay`, `max_norm` and `max_skipped`"
     );
     assert_eq!(
         told_of(&["x.toml", "--no-dry-run", "1", "@"]),
