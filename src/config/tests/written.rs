@@ -25,7 +25,7 @@ fn a_written_file_reads_back_equal() {
 
 #[test]
 fn a_written_file_holds_every_key() {
-    let written = good("[model.lora]\n[model.ac]\n[val.data]\n[ckpt]").to_toml();
+    let written = good("[model.lora]\n[model.ac]\n[val.data]\n[ckpt]\n[sample]\nprompts = [\"q\"]").to_toml();
     let table: toml::Table = written.parse().unwrap();
     for page in reference::Reference::new().pages {
         let section =
