@@ -27,7 +27,8 @@ fn a_written_file_reads_back_equal() {
 #[test]
 fn a_written_file_holds_every_key() {
     let heartbeat = if cfg!(feature = "hub") { "[heartbeat]\nurl = \"https://x\"" } else { "" };
-    let written = good(&format!("[model.lora]\n[model.ac]\n[val.data]\n[ckpt]\n{heartbeat}")).to_toml();
+    let sections = "[model.lora]\n[model.ac]\n[val.data]\n[ckpt]\n[sample]\nprompts = [\"q\"]";
+    let written = good(&format!("{sections}\n{heartbeat}")).to_toml();
     let table: toml::Table = written.parse().unwrap();
     let known = |path: &str| cfg!(feature = "hub") || path != "heartbeat";
     for page in reference::Reference::new().pages.into_iter().filter(|page| known(&page.path)) {

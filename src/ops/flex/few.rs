@@ -169,8 +169,8 @@ mod tests {
 
     #[test]
     fn the_first_of_the_largest() {
-        let rows =
-            Tensor::<2>::from_floats([[1.0, 3.0, 3.0], [f32::NAN, f32::NAN, f32::NAN]], &Default::default());
+        let rows = [[1.0, 3.0, 3.0], [f32::NAN, f32::NAN, f32::NAN]];
+        let rows = Tensor::<2>::from_floats(rows, &burn::tensor::Device::flex());
         assert_eq!(largest_of_rows(rows), [1, 0]);
     }
 }
