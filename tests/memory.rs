@@ -105,8 +105,8 @@ fn check_finds_the_largest_micro_batch_that_fits() {
     let check = |rows: usize, more: &[&str]| {
         let rows = rows.to_string();
         let step = ["--data.seq-len", "256", "--data.batch-size", &rows, "--data.micro-batch-size", &rows];
-        dir.run(&[&["check"], &RUN[..], &step, &["--model.lora", "--memory", "1GiB"], more].concat())
-            .succeeds()
+        let check = ["check", "@", "memory.toml", "--model.lora", "--memory", "1GiB"];
+        dir.run(&[&check[..], &step, more].concat()).succeeds()
     };
     let too_much = "training is estimated to take";
     let found =
