@@ -64,7 +64,7 @@ fn bytes(text: Option<&str>) -> Result<u64> {
         }
     };
     let lower = text.ok_or_else(wrong)?.to_lowercase();
-    let number = lower.trim_end_matches(|c: char| c.is_alphabetic());
+    let number = lower.trim_end_matches(char::is_alphabetic);
     let unit = match &lower[number.len()..] {
         "b" => 1.0,
         "kb" => 1e3,

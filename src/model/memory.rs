@@ -26,7 +26,7 @@ const LOGITS_ROWS: [usize; 2] = [256, 4096];
 /// Query rows of a block of attention on the CPU.
 const ATTENTION_ROWS: usize = 64;
 /// What the program itself takes on the CPU: code's data, threads, allocator, loader.
-const PROGRAM: usize = 30 << 20;
+const PROGRAM: usize = 26 << 20;
 /// The pool of the layer op has gaps: what it takes from the card, for each byte in use, by measurements.
 const GAPS: f64 = 1.06;
 const MIB: usize = 1 << 20;
