@@ -15,6 +15,8 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 mod curve;
 #[path = "gpu/layer.rs"]
 mod layer;
+#[path = "gpu/next.rs"]
+mod next;
 #[path = "gpu/runs.rs"]
 mod runs;
 #[path = "gpu/speed.rs"]

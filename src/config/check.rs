@@ -18,6 +18,9 @@ pub(super) fn rules(config: &SftConfig, reader: &mut Reader) {
     if let Some(lora) = &config.model.lora {
         adapters(lora, reader);
     }
+    if let Some(sample) = &config.sample {
+        super::sample::rules(sample, reader);
+    }
     if let Some(ckpt) = &config.ckpt {
         checkpoints(config, ckpt, reader);
     }

@@ -18,6 +18,7 @@ mod read;
 mod reference;
 mod refused;
 mod runs;
+mod sample;
 mod source;
 mod write;
 
@@ -28,6 +29,7 @@ pub use data::*;
 pub(crate) use load::nearest_sibling;
 pub use load::{Loaded, load, load_run};
 pub use runs::RunConfig;
+pub use sample::SampleConfig;
 pub use write::Difference;
 
 use std::path::PathBuf;
@@ -64,6 +66,8 @@ table! {
         data: DataConfig = DataConfig::default();
         /// Held-out loss.
         val: Option<ValConfig> = None;
+        /// Prompts that the model answers while it trains.
+        sample: Option<SampleConfig> = None;
         /// The optimizer.
         optim: OptimConfig = OptimConfig::default();
         /// The learning rate over the run.

@@ -32,7 +32,8 @@ pub struct RunConfig {
 }
 
 /// What a run can have of its own; all else is the job's.
-const OWN: [&str; 8] = ["max_steps", "num_epochs", "seed", "model", "data", "val", "optim", "scheduler"];
+const OWN: [&str; 9] =
+    ["max_steps", "num_epochs", "seed", "model", "data", "val", "sample", "optim", "scheduler"];
 /// Below `model`, the adapter alone.
 const OWN_MODEL: [&str; 1] = ["lora"];
 

@@ -197,7 +197,8 @@ fn numbers(what: &str, value: Value) -> Result<Vec<i64>, Fault> {
 /// Variables of a template that are no row's to set.
 const OWN_VARIABLES: [&str; 2] = ["messages", "tools"];
 
-fn kwargs(what: &str, value: Value) -> Result<Map<String, Value>, Fault> {
+/// Variables for the chat template.
+pub(super) fn kwargs(what: &str, value: Value) -> Result<Map<String, Value>, Fault> {
     let value = match value {
         Value::String(text) => serde_json::from_str(&text)
             .map_err(|error| Fault::new(format!("`{what}` is a string that is not JSON: {error}"), ""))?,

@@ -46,6 +46,7 @@ mod trace;
 
 pub use chat::{Rendered, Unprinted};
 pub use loader::{Loader, LoaderState, Validation, validation_batches};
+pub use prompt::{Prompt, template_variables};
 pub use report::{Counted, DataReport, DropReason};
 pub use row::{Body, Conversation, Place, Row, read_rows};
 pub use show::{Preview, preview};

@@ -58,6 +58,11 @@ impl Fault {
         Error::model(path, self.message, self.hint)
     }
 
+    /// What is wrong, and how to mend it.
+    pub fn into_parts(self) -> (String, String) {
+        (self.message, self.hint)
+    }
+
     pub fn hint(mut self, hint: &str) -> Self {
         self.hint = hint.into();
         self

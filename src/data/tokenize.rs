@@ -20,7 +20,7 @@ use crate::hub;
 /// A model's tokenizer with its chat template.
 pub struct ChatTokenizer {
     dir: PathBuf,
-    tokenizer: Tokenizer,
+    pub(super) tokenizer: Tokenizer,
     /// The same, faster, if it is of the usual kind.
     bytes: Option<ByteLevel>,
     /// Highest id + 1.
@@ -28,7 +28,7 @@ pub struct ChatTokenizer {
     special_ids: Vec<u32>,
     eos: Option<(String, u32)>,
     /// What the tokenizer itself puts before plain text.
-    bos: Option<u32>,
+    pub(super) bos: Option<u32>,
     /// `bos_token`, whoever prints it.
     bos_token: Option<u32>,
     template: Option<ChatTemplate>,
@@ -221,7 +221,7 @@ impl ChatTokenizer {
         encoded.map_err(|fault| fault.at(&row.place))
     }
 
-    fn encode_chat(
+    pub(super) fn encode_chat(
         &self,
         conversation: &Conversation,
         trained: &LossMaskConfig,

@@ -1,17 +1,15 @@
 //! Text from the model: prompts go through at once, then a token a pass, with the keys and values of earlier tokens kept.
 
-use std::cmp::Ordering;
-
 use burn::module::Module;
-use burn::tensor::{DType, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use super::lora::uniform;
+use super::lora::{uniform, value};
 use super::{Decoder, Inputs};
 use crate::data::{Batch, Stream};
 use crate::error::{Error, Result};
-use crate::ops::{self, DecoderLayer};
+use crate::ops::{self, DecoderLayer, KeyValues, Next, Projection};
 
 /// How the next token is chosen, and when that ends.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,13 +24,23 @@ pub struct Sampling {
     pub top_k: Option<usize>,
     /// Of the drawing; each prompt has a stream of its own.
     pub seed: u64,
+    /// The first prompt's stream; the next has the next.
+    pub stream: u64,
     /// Tokens that end a text; they aren't part of it.
     pub stop: Vec<u32>,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { max_tokens: 256, temperature: 0.0, top_p: 1.0, top_k: None, seed: 0, stop: Vec::new() }
+        Self {
+            max_tokens: 256,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: None,
+            seed: 0,
+            stream: 0,
+            stop: Vec::new(),
+        }
     }
 }
 
@@ -47,12 +55,24 @@ struct Text {
     generator: ChaCha8Rng,
 }
 
-/// Keys and values of one layer: of each text `[g, tokens so far, d]`.
-type Cache = Vec<Option<[Tensor<3>; 2]>>;
+/// A model that has taken prompts in and takes tokens in one by one.
+struct Reader {
+    model: Decoder,
+    /// The adapters' number.
+    run: usize,
+    /// The parameters, gathered and cast once.
+    layers: Vec<DecoderLayer>,
+    head: Projection,
+    kept: Vec<KeyValues>,
+}
 
 impl Decoder {
     /// What comes after each prompt, by the adapters of `run` (0 where there is one or none). `told` hears of each
-    /// token, with its prompt's number, as it is chosen.
+    /// token, with its prompt's number, as it is chosen, and says whether that text goes on; of `None` where a stop token
+    /// ends it.
+    ///
+    /// With temperature 0 a token is the most likely one after all before it, the first of equals. Where two are equally
+    /// likely but for rounding, the pass over the whole text at once, whose sums run in another order, may prefer the other.
     ///
     /// # Errors
     /// An empty prompt, an id beyond the vocabulary, a text longer than the model's positions, no such run.
@@ -61,73 +81,43 @@ impl Decoder {
         prompts: &[Vec<u32>],
         run: usize,
         sampling: &Sampling,
-        told: &mut dyn FnMut(usize, u32),
+        told: &mut dyn FnMut(usize, Option<u32>) -> bool,
     ) -> Result<Vec<Vec<u32>>> {
-        let model = self.valid();
-        let limit = model.config().max_position_embeddings;
+        let limit = self.config().max_position_embeddings;
         let mut texts = Vec::with_capacity(prompts.len());
         for (number, prompt) in prompts.iter().enumerate() {
-            let longest = prompt.len() + sampling.max_tokens;
-            if prompt.is_empty() || longest > limit {
-                let message = format!(
-                    "prompt {number} has {} tokens, with {} to come; wanted 1 to {limit} in all",
-                    prompt.len(),
-                    sampling.max_tokens
-                );
-                return Err(Error::train(
-                    message,
-                    "lower the number of tokens to come, or shorten the prompt",
-                ));
-            }
+            sampling.check(prompt.len(), limit).map_err(|what| {
+                Error::train(format!("prompt {number} {what}"), "shorten it, or ask for less")
+            })?;
             let mut generator = ChaCha8Rng::seed_from_u64(sampling.seed);
-            generator.set_stream(number as u64);
+            generator.set_stream(sampling.stream + number as u64);
             texts.push(Text { number, new: prompt.clone(), seen: 0, generator });
         }
-        let mut caches: Vec<Cache> = vec![vec![None; prompts.len()]; model.num_layers()];
         let mut written = vec![Vec::new(); prompts.len()];
-        for _ in 0..sampling.max_tokens {
-            if texts.is_empty() {
-                break;
-            }
-            let logits = model.next_logits(&mut texts, run, &mut caches)?;
+        if texts.is_empty() || sampling.max_tokens == 0 {
+            return Ok(written);
+        }
+        let device = self.device();
+        let (mut reader, mut logits) = ops::in_series(&device, || Reader::new(self.valid(), run, &texts))?;
+        loop {
+            let chosen = sampling.choose(logits, &mut texts);
+            let mut chosen = chosen.into_iter();
             texts.retain_mut(|text| {
-                let id = choose(&logits[text.number], sampling, &mut text.generator);
+                let id = chosen.next().expect("a token for each text");
                 if sampling.stop.contains(&id) {
+                    told(text.number, None);
                     return false;
                 }
-                told(text.number, id);
                 written[text.number].push(id);
+                text.seen += text.new.len();
                 text.new = vec![id];
-                true
+                told(text.number, Some(id)) && written[text.number].len() < sampling.max_tokens
             });
+            if texts.is_empty() {
+                return Ok(written);
+            }
+            logits = ops::in_series(&device, || reader.next(&texts))?;
         }
-        Ok(written)
-    }
-
-    /// Takes each text's new tokens into the cache; the logits after the last of them, by the texts' numbers.
-    fn next_logits(&self, texts: &mut [Text], run: usize, caches: &mut [Cache]) -> Result<Vec<Vec<f32>>> {
-        let inputs = self.inputs_of(texts, run)?;
-        let mut x = self.embed(&inputs);
-        for (layer, cache) in self.model.layers.iter().zip(caches) {
-            let layer = layer.parameters(&inputs, x.dtype(), false);
-            x = cached_layer(x, &layer, &inputs, texts, cache);
-        }
-        let ends = texts.iter().scan(0, |end, text| {
-            *end += text.new.len() as i32;
-            Some(*end - 1)
-        });
-        let last = TensorData::new(ends.collect::<Vec<i32>>(), [texts.len()]);
-        let last: Tensor<1, Int> = Tensor::from_data(last, &x.device());
-        let logits = self.head_of(x.select(0, last), &inputs).cast(DType::F32);
-        let [_, vocabulary] = logits.dims();
-        let values = logits.into_data().try_to_vec::<f32>().expect("logits were cast to f32");
-        let numbers = texts.iter().map(|text| text.number).max().map_or(0, |most| most + 1);
-        let mut by_number = vec![Vec::new(); numbers];
-        for (text, row) in texts.iter_mut().zip(values.chunks(vocabulary)) {
-            by_number[text.number] = row.to_vec();
-            text.seen += text.new.len();
-        }
-        Ok(by_number)
     }
 
     fn inputs_of(&self, texts: &[Text], run: usize) -> Result<Inputs> {
@@ -148,107 +138,140 @@ impl Decoder {
         batch.streams = vec![Stream::default(); runs];
         self.inputs(&batch, None)
     }
-
-    /// Norm and head of a few rows.
-    fn head_of(&self, x: Tensor<2>, inputs: &Inputs) -> Tensor<2> {
-        let rows = x.dims()[0];
-        let hidden = self.model.norm.forward(x);
-        let Some(head) = &self.lm_head else {
-            return ops::linear(hidden, super::lora::value(&self.model.embed_tokens.weight, self.dtype));
-        };
-        let mut projection = head.projection(inputs, hidden.dtype());
-        let parts = projection.adapters.iter_mut().flat_map(|adapters| &mut adapters.parts);
-        parts.filter(|part| part.tokens > 0).for_each(|part| part.tokens = rows);
-        ops::project(hidden, &projection)
-    }
 }
 
-/// A decoder layer over new tokens, whose attention sees what the cache holds too.
-fn cached_layer(
-    x: Tensor<2>,
-    layer: &DecoderLayer,
-    inputs: &Inputs,
-    texts: &[Text],
-    cache: &mut Cache,
-) -> Tensor<2> {
-    let ([t, _], d) = (x.dims(), layer.head_dim);
-    let heads = |y: Tensor<2>| {
-        let width = y.dims()[1];
-        y.reshape([t, width / d, d])
-    };
-    let normed = ops::rms_norm(x.clone(), layer.input_norm.clone(), layer.eps);
-    let turned = |y: Tensor<2>, norm: &Option<Tensor<1>>| {
-        ops::qk_norm_rope(heads(y), norm.clone(), layer.eps, &inputs.rope)
-    };
-    let q = turned(ops::project(normed.clone(), &layer.q), &layer.q_norm);
-    let k = turned(ops::project(normed.clone(), &layer.k), &layer.k_norm);
-    let v = heads(ops::project(normed, &layer.v));
-    let scale = (d as f64).powf(-0.5) as f32;
-    let fresh = texts.iter().all(|text| text.seen == 0);
-    let mut outputs = Vec::with_capacity(texts.len());
-    let mut start = 0;
-    for text in texts {
-        let n = text.new.len();
-        let own = |x: &Tensor<3>| x.clone().narrow(0, start, n).swap_dims(0, 1);
-        let [keys, values] = match cache[text.number].take() {
-            None => [own(&k), own(&v)],
-            Some([keys, values]) => {
-                [Tensor::cat(vec![keys, own(&k)], 1), Tensor::cat(vec![values, own(&v)], 1)]
-            }
-        };
-        if !fresh {
-            outputs.push(attend(q.clone().narrow(0, start, n), &keys, &values, scale));
+impl Reader {
+    /// Takes the texts' prompts in; with the logits after the last token of each.
+    fn new(model: Decoder, run: usize, texts: &[Text]) -> Result<(Self, Tensor<2>)> {
+        let inputs = model.inputs_of(texts, run)?;
+        let mut x = model.embed(&inputs);
+        let layers = model.model.layers.iter().map(|layer| layer.parameters(&inputs, x.dtype(), false));
+        let layers: Vec<DecoderLayer> = layers.collect();
+        let mut kept = Vec::with_capacity(layers.len());
+        for layer in &layers {
+            let (y, of_layer) = ops::prompt_layer(x, layer, &inputs.rope, &inputs.documents);
+            kept.push(of_layer);
+            x = y;
         }
-        cache[text.number] = Some([keys, values]);
-        start += n;
+        let ends: Vec<i32> = inputs.documents.ranges().map(|(_, end)| end as i32 - 1).collect();
+        let ends = TensorData::new(ends, [texts.len()]);
+        let ends: Tensor<1, Int> = Tensor::from_data(ends, &x.device());
+        let head = match &model.lm_head {
+            Some(head) => head.projection(&inputs, x.dtype()),
+            None => Projection {
+                weight: value(&model.model.embed_tokens.weight, x.dtype()),
+                bias: None,
+                adapters: None,
+            },
+        };
+        let mut reader = Self { model, run, layers, head, kept };
+        reader.set_texts(texts.len());
+        let logits = reader.logits(x.select(0, ends));
+        Ok((reader, logits))
     }
-    let attended =
-        if fresh { ops::attention(q, k, v, &inputs.documents, scale) } else { Tensor::cat(outputs, 0) };
-    let [_, h, _] = attended.dims();
-    let x = x + ops::project(attended.reshape([t, h * d]), &layer.o);
-    let normed = ops::rms_norm(x.clone(), layer.post_norm.clone(), layer.eps);
-    let (gate, up) = (ops::project(normed.clone(), &layer.gate), ops::project(normed, &layer.up));
-    x + ops::project(ops::swiglu(gate, up), &layer.down)
+
+    /// Takes each text's newest token in; with the logits after it.
+    fn next(&mut self, texts: &[Text]) -> Result<Tensor<2>> {
+        self.set_texts(texts.len());
+        let inputs = self.model.inputs_of(texts, self.run)?;
+        let next: Vec<Next> = texts.iter().map(|text| Next { text: text.number, seen: text.seen }).collect();
+        let mut x = self.model.embed(&inputs);
+        let kept = std::mem::take(&mut self.kept);
+        for (layer, of_layer) in self.layers.iter().zip(kept) {
+            let (y, of_layer) = ops::next_layer(x, layer, &inputs.rope, of_layer, &next);
+            self.kept.push(of_layer);
+            x = y;
+        }
+        Ok(self.logits(x))
+    }
+
+    /// A row a text from here on.
+    fn set_texts(&mut self, texts: usize) {
+        let projections = self.layers.iter_mut().flat_map(DecoderLayer::projections_mut);
+        projections.chain([&mut self.head]).for_each(|projection| projection.set_tokens(texts));
+    }
+
+    fn logits(&self, x: Tensor<2>) -> Tensor<2> {
+        ops::project_few(self.model.model.norm.forward(x), &self.head)
+    }
 }
 
-/// One new token's attention to all tokens so far, itself the last.
-///
-/// # Shapes
-/// - q: `[1, h, d]`, keys, values: `[g, l, d]` → `[1, h, d]`
-fn attend(q: Tensor<3>, keys: &Tensor<3>, values: &Tensor<3>, scale: f32) -> Tensor<3> {
-    let ([n, h, d], [g, _, _], dtype) = (q.dims(), keys.dims(), q.dtype());
-    assert_eq!(n, 1, "after the prompt, tokens come one by one");
-    let q = q.reshape([g, h / g, d]);
-    let scores = q.matmul(keys.clone().swap_dims(1, 2)).cast(DType::F32).mul_scalar(scale);
-    let weights = activation::softmax(scores, 2).cast(dtype);
-    weights.matmul(values.clone()).reshape([1, h, d])
-}
-
-/// The next token, of its logits.
-fn choose(logits: &[f32], sampling: &Sampling, generator: &mut impl Rng) -> u32 {
-    let descending = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    if sampling.temperature <= 0.0 {
-        return order.into_iter().min_by(descending).expect("a vocabulary has tokens") as u32;
+impl Sampling {
+    /// Whether a prompt of so many tokens can be answered by a model with so many positions; else what is wrong.
+    ///
+    /// # Errors
+    /// It is empty, or too long.
+    pub fn check(&self, prompt: usize, positions: usize) -> std::result::Result<(), String> {
+        if (1..=positions.saturating_sub(self.max_tokens)).contains(&prompt) {
+            return Ok(());
+        }
+        let to_come = self.max_tokens;
+        Err(format!("has {prompt} tokens, with {to_come} to come; wanted 1 to {positions} in all"))
     }
-    order.sort_unstable_by(descending);
-    order.truncate(sampling.top_k.unwrap_or(usize::MAX).max(1));
-    let largest = f64::from(logits[order[0]]);
-    let weight = |&id: &usize| ((f64::from(logits[id]) - largest) / sampling.temperature).exp();
-    let mut weights: Vec<f64> = order.iter().map(weight).collect();
-    let all: f64 = weights.iter().sum();
-    let mut together = 0.0;
-    let kept = weights.iter().position(|weight| {
-        together += weight;
-        together.partial_cmp(&(sampling.top_p * all)) != Some(Ordering::Less)
-    });
-    weights.truncate(kept.map_or(weights.len(), |last| last + 1));
-    let mut at = uniform(generator) * weights.iter().sum::<f64>();
-    let drawn = weights.iter().position(|weight| {
-        at -= weight;
-        at < 0.0
-    });
-    order[drawn.unwrap_or(weights.len() - 1)] as u32
+
+    /// The next token of each text, of its row of logits.
+    fn choose(&self, logits: Tensor<2>, texts: &mut [Text]) -> Vec<u32> {
+        if self.temperature <= 0.0 {
+            return ops::most_likely(logits);
+        }
+        let [_, vocabulary] = logits.dims();
+        let values = logits.cast(DType::F32).into_data();
+        let values = values.as_slice::<f32>().expect("logits were cast to f32");
+        let rows = values.chunks(vocabulary).zip(texts);
+        rows.map(|(row, text)| self.draw(row, &mut text.generator)).collect()
+    }
+
+    /// A token, as often as it is likely. Sums run in a fixed order: over all in that of the vocabulary, over those that
+    /// are drawn from in that of their likelihood.
+    fn draw(&self, logits: &[f32], generator: &mut impl Rng) -> u32 {
+        let largest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        let weight = |id: &u32| ((f64::from(logits[*id as usize]) - largest) / self.temperature).exp();
+        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+        let limit = self.top_k.unwrap_or(ids.len()).clamp(1, ids.len());
+        // Without limits the order says nothing.
+        if limit < ids.len() || self.top_p < 1.0 {
+            self.most_likely_first(&mut ids, logits, limit, &weight);
+        }
+        let weights: Vec<f64> = ids.iter().map(weight).collect();
+        let mut at = uniform(generator) * weights.iter().sum::<f64>();
+        let drawn = weights.iter().position(|weight| {
+            at -= weight;
+            at < 0.0
+        });
+        ids[drawn.unwrap_or(ids.len() - 1)]
+    }
+
+    /// Leaves those that may be drawn. Sorts no more than it has to: as a rule a few of a large vocabulary have nearly
+    /// all of the probability.
+    fn most_likely_first(
+        &self,
+        ids: &mut Vec<u32>,
+        logits: &[f32],
+        limit: usize,
+        weight: &impl Fn(&u32) -> f64,
+    ) {
+        let descending =
+            |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+        if limit < ids.len() {
+            ids.select_nth_unstable_by(limit - 1, descending);
+            ids.truncate(limit);
+            ids.sort_unstable_by(descending);
+        }
+        let wanted = self.top_p * ids.iter().map(weight).sum::<f64>();
+        let (mut sorted, mut kept, mut together) = (0, 0, 0.0);
+        while kept < ids.len() && !(together >= wanted && kept > 0) {
+            if kept == sorted {
+                sorted = (4 * sorted).clamp(256, ids.len().max(256)).min(ids.len());
+                if sorted < ids.len() {
+                    ids[kept..].select_nth_unstable_by(sorted - kept - 1, descending);
+                }
+                ids[kept..sorted].sort_unstable_by(descending);
+            }
+            together += weight(&ids[kept]);
+            kept += 1;
+        }
+        ids.truncate(kept);
+    }
 }
 
 #[cfg(test)]
@@ -262,7 +285,7 @@ mod tests {
         let mut generator = ChaCha8Rng::seed_from_u64(1);
         let mut draw = |sampling: &Sampling| {
             let mut counts = [0usize; 4];
-            (0..20_000).for_each(|_| counts[choose(&logits, sampling, &mut generator) as usize] += 1);
+            (0..20_000).for_each(|_| counts[sampling.draw(&logits, &mut generator) as usize] += 1);
             counts
         };
         let weights = logits.map(|l| (f64::from(l) / 0.5).exp());
@@ -278,6 +301,31 @@ mod tests {
         assert_eq!(draw(&Sampling { top_k: Some(2), ..sampling.clone() })[0], 0);
         let counts = draw(&Sampling { top_p: 0.5, ..sampling.clone() });
         assert_eq!(counts, [0, 20_000, 0, 0], "the most likely token has more than half");
-        assert_eq!(choose(&logits, &Sampling::default(), &mut ChaCha8Rng::seed_from_u64(0)), 1);
+    }
+
+    #[test]
+    fn a_large_vocabulary_is_sorted_as_far_as_needed() {
+        let mut random = ChaCha8Rng::seed_from_u64(7);
+        let logits: Vec<f32> = (0..5000).map(|_| (4.0 * uniform(&mut random)) as f32).collect();
+        let weight = |id: &u32| f64::from(logits[*id as usize]).exp();
+        let mut sorted: Vec<u32> = (0..5000).collect();
+        sorted.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b)));
+        for (top_p, top_k) in [(0.01, None), (0.5, None), (0.999, None), (1.0, Some(700)), (0.7, Some(700))] {
+            let sampling = Sampling { top_p, top_k, ..Sampling::default() };
+            let mut kept: Vec<u32> = (0..5000).collect();
+            sampling.most_likely_first(&mut kept, &logits, top_k.unwrap_or(5000), &weight);
+            let of = &sorted[..top_k.unwrap_or(5000)];
+            let (all, mut together) = (of.iter().map(weight).sum::<f64>(), 0.0);
+            let enough = of.iter().position(|id| {
+                together += weight(id);
+                together >= top_p * all * (1.0 - 1e-12)
+            });
+            let enough = enough.map_or(of.len(), |last| last + 1);
+            assert!(kept.len().abs_diff(enough) <= 1, "{top_p}: {} of {enough}", kept.len());
+            assert_eq!(kept, sorted[..kept.len()], "{top_p} {top_k:?}");
+        }
+        // Not a number: no panic, and a token of the vocabulary.
+        let sampling = Sampling { temperature: 1.0, top_p: 0.9, ..Sampling::default() };
+        assert!(sampling.draw(&[f32::NAN; 300], &mut random) < 300);
     }
 }

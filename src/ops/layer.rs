@@ -71,6 +71,27 @@ pub struct Kept {
     pub(super) cuda: std::sync::Arc<super::cuda::layer::Slot>,
 }
 
+impl DecoderLayer {
+    /// 1/√d, the factor of attention's scores.
+    pub(super) fn scale(&self) -> f32 {
+        (self.head_dim as f64).powf(-0.5) as f32
+    }
+
+    /// The linear layers.
+    pub fn projections_mut(&mut self) -> [&mut Projection; 7] {
+        let Self { q, k, v, o, gate, up, down, .. } = self;
+        [q, k, v, o, gate, up, down]
+    }
+}
+
+impl Projection {
+    /// From here on for so many tokens, all of the run that has tokens now.
+    pub fn set_tokens(&mut self, tokens: usize) {
+        let parts = self.adapters.iter_mut().flat_map(|adapters| &mut adapters.parts);
+        parts.filter(|part| part.tokens > 0).for_each(|part| part.tokens = tokens);
+    }
+}
+
 /// `x · Wᵀ` with adapters and bias, where there are any.
 ///
 /// # Shapes
@@ -115,14 +136,20 @@ pub fn recomputes(x: &Tensor<2>, layer: &DecoderLayer, rope: &Rope) -> bool {
 /// # Shapes
 /// - x: `[t, e]` → `[t, e]`
 pub fn composed(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, documents: &Documents) -> Tensor<2> {
-    let normed = super::rms_norm(x.clone(), layer.input_norm.clone(), layer.eps);
-    let x = x + attention(normed, layer, rope, documents);
-    let normed = super::rms_norm(x.clone(), layer.post_norm.clone(), layer.eps);
-    let (gate, up) = (project(normed.clone(), &layer.gate), project(normed, &layer.up));
-    x + project(super::swiglu(gate, up), &layer.down)
+    let [q, k, v] = heads(x.clone(), layer, rope, project);
+    let attended = super::attention(q, k, v, documents, layer.scale());
+    rest(x, attended, layer, project)
 }
 
-fn attention(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, documents: &Documents) -> Tensor<2> {
+/// [`project`], or what stands in for it.
+type Project = fn(Tensor<2>, &Projection) -> Tensor<2>;
+
+/// The part before attention: q, k and v of the normed input, q and k turned.
+///
+/// # Shapes
+/// - x: `[t, e]` → `[t, h, d]`, `[t, g, d]`, `[t, g, d]`
+pub(super) fn heads(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, project: Project) -> [Tensor<3>; 3] {
+    let x = super::rms_norm(x, layer.input_norm.clone(), layer.eps);
     let ([t, _], d) = (x.dims(), layer.head_dim);
     let heads = |y: Tensor<2>| {
         let width = y.dims()[1];
@@ -132,9 +159,17 @@ fn attention(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, documents: &Docume
         |y: Tensor<2>, norm: &Option<Tensor<1>>| super::qk_norm_rope(heads(y), norm.clone(), layer.eps, rope);
     let q = rotated(project(x.clone(), &layer.q), &layer.q_norm);
     let k = rotated(project(x.clone(), &layer.k), &layer.k_norm);
-    let v = heads(project(x, &layer.v));
-    let scale = (d as f64).powf(-0.5) as f32;
-    let y = super::attention(q, k, v, documents, scale);
-    let [_, h, _] = y.dims();
-    project(y.reshape([t, h * d]), &layer.o)
+    [q, k, heads(project(x, &layer.v))]
+}
+
+/// The part after attention, whose output it takes beside the layer's input.
+///
+/// # Shapes
+/// - x: `[t, e]`, attended: `[t, h, d]` → `[t, e]`
+pub(super) fn rest(x: Tensor<2>, attended: Tensor<3>, layer: &DecoderLayer, project: Project) -> Tensor<2> {
+    let [t, h, d] = attended.dims();
+    let x = x + project(attended.reshape([t, h * d]), &layer.o);
+    let normed = super::rms_norm(x.clone(), layer.post_norm.clone(), layer.eps);
+    let (gate, up) = (project(normed.clone(), &layer.gate), project(normed, &layer.up));
+    x + project(super::swiglu(gate, up), &layer.down)
 }

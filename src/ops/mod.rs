@@ -39,6 +39,7 @@ mod linear_cross_entropy;
 #[cfg(feature = "flex")]
 mod lora_linear;
 pub mod mapped;
+mod next_token;
 #[cfg(feature = "flex")]
 mod optim;
 pub mod plain;
@@ -54,6 +55,7 @@ mod tape;
 mod tests;
 
 pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
+pub use next_token::{KeyValues, Next, most_likely, next_layer, project_few, prompt_layer};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,6 +116,17 @@ pub struct Stream {
     pub row: usize,
     /// Tokens in the stream from one piece's start to the next one's.
     pub stride: u64,
+}
+
+/// Runs a series of small ops. On the CPU, a thread of its pool does: each op starts at once there.
+pub fn in_series<T: Send>(device: &Device, work: impl FnOnce() -> T + Send) -> T {
+    #[cfg(feature = "flex")]
+    return flex::in_pool(device, work);
+    #[cfg(not(feature = "flex"))]
+    {
+        let _ = device;
+        work()
+    }
 }
 
 /// Root-mean-square norm over the last dimension: `weight · x / sqrt(mean(x²) + eps)`,

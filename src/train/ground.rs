@@ -7,6 +7,7 @@ use burn::tensor::DType;
 
 use super::ranks::Ranks;
 use super::resume::{self, Begun, Keys};
+use super::sample::Samples;
 use super::schedule::Schedule;
 use super::setup::{self, Data, go_on};
 use super::sft::StopFlag;
@@ -46,6 +47,7 @@ pub(super) struct Ground {
     /// Bytes that are free now, where that is known.
     pub free: Option<u64>,
     pub data: Data,
+    pub samples: Option<Samples>,
     pub keys: Keys,
     /// Where the run begins; the data are there.
     pub begun: Begun,
@@ -106,6 +108,7 @@ impl Ground {
             warn(report, untrained_chat_tokens(config, &base, tokenizer)?);
         }
 
+        let samples = Samples::prepare(config, data.tokenizer.as_ref(), hf.max_position_embeddings)?;
         warn(report, too_little_data(config, data.loader.report()));
 
         // ---- what an earlier process left ----
@@ -122,8 +125,8 @@ impl Ground {
         let schedule = setup::schedule(config, &begun, max_steps)?;
         #[rustfmt::skip]
         let ground = Self {
-            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, keys, begun, max_steps,
-            schedule,
+            folder, locks, start, selected, dtype, base, has_weights, sizes, memory, free, data, samples, keys, begun,
+            max_steps, schedule,
         };
         Ok(ground)
     }

@@ -10,6 +10,7 @@ pub mod optim;
 pub mod ranks;
 mod resume;
 mod run;
+mod sample;
 pub mod schedule;
 mod setup;
 pub mod sft;

@@ -25,7 +25,8 @@ pub(super) struct Keys {
 }
 
 /// Sections whose keys say nothing about the numbers that come out.
-const NEUTRAL: [&str; 7] = ["ckpt", "log", "val", "output_dir", "clean_output_dir", "dry_run", "device"];
+const NEUTRAL: [&str; 8] =
+    ["ckpt", "log", "val", "sample", "output_dir", "clean_output_dir", "dry_run", "device"];
 /// LoRA keys that may change from one process to the next.
 const LORA_SETTINGS: [&str; 3] =
     ["model.lora.dropout", "model.lora.init_lora_weights", "model.lora.init_adapter_path"];

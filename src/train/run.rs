@@ -10,6 +10,7 @@ use super::metrics::{MetricsFile, peak_process_bytes};
 use super::optim::Optimizer;
 use super::ranks::Ranks;
 use super::resume;
+use super::sample::Samples;
 use super::schedule::Schedule;
 use super::setup;
 use super::skipped::{self, Skipped};
@@ -36,6 +37,7 @@ pub(super) struct Run {
     /// No other run writes to the folder while this one lives.
     _locks: Locks,
     data: setup::Data,
+    samples: Option<Samples>,
     pub optimizer: Optimizer,
     schedule: Schedule,
     schedule_step: usize,
@@ -75,7 +77,7 @@ impl Run {
         let own = parameters(model, index);
         let mut optimizer = setup::optimizer(&config, &own, ranks);
         #[rustfmt::skip]
-        let Ground { folder, mut locks, start, base, data, keys, begun, max_steps, schedule, .. } = ground;
+        let Ground { folder, mut locks, start, base, data, samples, keys, begun, max_steps, schedule, .. } = ground;
         if let (Start::Fresh, Some(adapter)) = (&start, setup::init_adapter(&config)?) {
             let loaded = export::load_adapter(model, index, &adapter)?;
             loaded.warnings.into_iter().for_each(|warning| report.event(&Event::Warning(warning)));
@@ -106,8 +108,8 @@ impl Run {
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {
-            name, index, config, start_step, folder, _locks: locks, data, optimizer, schedule, schedule_step, max_steps,
-            skipped, keys, progress, metrics, summary, save_seconds: 0.0, started,
+            name, index, config, start_step, folder, _locks: locks, data, samples, optimizer, schedule, schedule_step,
+            max_steps, skipped, keys, progress, metrics, summary, save_seconds: 0.0, started,
         };
         Ok(run)
     }
@@ -137,13 +139,14 @@ impl Run {
         self.schedule.lr(self.schedule_step)
     }
 
-    /// Held-out loss before the first step, where that is wanted.
+    /// Held-out loss and samples before the first step, where they are wanted.
     pub fn begin(&mut self, model: &Decoder, ranks: &Ranks, report: &mut dyn Report) -> Result<()> {
         if self.progress.step == 0 && self.config.val.as_ref().is_some_and(|v| v.eval_on_start) {
             let loss = self.validate(model, ranks, report)?;
             self.append(&serde_json::json!({ "step": 0, "val/loss": loss }))?;
         }
-        Ok(())
+        let asked = self.samples.as_ref().filter(|samples| self.progress.step == 0 && samples.on_start);
+        asked.map_or(Ok(()), |samples| samples.ask(model, self.index, 0, ranks, report))
     }
 
     /// Counts a step, tells of it, and saves if that is due.
@@ -198,6 +201,12 @@ impl Run {
         self.note_losses(&metrics);
         report.step(&metrics);
         self.append(&metrics.to_json())?;
+
+        // ---- samples: between the steps, whose times they are no part of ----
+        let due = |samples: &&Samples| stopped.is_none() && samples.is_due(number, self.max_steps);
+        if let Some(samples) = self.samples.as_ref().filter(due) {
+            samples.ask(model, self.index, number, ranks, report)?;
+        }
 
         // ---- save ----
         if let Some(error) = stopped {

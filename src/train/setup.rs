@@ -87,7 +87,8 @@ pub(super) fn data(
 ) -> Result<Data> {
     let vocab_size = model.vocab_size;
     let longest = config.model.max_position_embeddings.unwrap_or(model.max_position_embeddings);
-    let needs_tokenizer = config.val.is_some() || matches!(config.data, DataConfig::Sft(_));
+    let asks = config.val.is_some() || config.sample.is_some();
+    let needs_tokenizer = asks || matches!(config.data, DataConfig::Sft(_));
     let tokenizer =
         if needs_tokenizer { Some(Arc::new(ChatTokenizer::load(base, &config.tokenizer)?)) } else { None };
     let mut progress = |rows| {

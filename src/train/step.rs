@@ -76,17 +76,15 @@ pub fn forward_backward_runs(
     batches: &[Batch],
     options: &StepOptions,
 ) -> Result<Vec<GradSums>> {
-    with_memory(|| sums_of(model, batches, options))
+    let hint = "lower `data.micro_batch_size` or `data.seq_len`, or switch `[model.ac]` on";
+    with_memory(hint, || sums_of(model, batches, options))
 }
 
-/// Turns a panic for want of memory into an error.
-fn with_memory<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Turns a panic for want of memory into an error with this hint.
+pub(super) fn with_memory<T>(hint: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     // What the closure leaves half done is dropped: the run ends here.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| match ops::out_of_memory(&*panic) {
-        Some(message) => {
-            let hint = "lower `data.micro_batch_size` or `data.seq_len`, or switch `[model.ac]` on";
-            Err(Error::device(message, hint))
-        }
+        Some(message) => Err(Error::device(message, hint)),
         None => resume_unwind(panic),
     })
 }
@@ -435,14 +433,15 @@ mod tests {
 
     #[test]
     fn a_panic_for_want_of_memory_is_an_error_and_no_other_is() {
-        let ours = with_memory::<()>(|| panic!("{}: 3.0 GiB more are wanted", ops::OUT_OF_MEMORY));
+        let ours =
+            with_memory::<()>("want less", || panic!("{}: 3.0 GiB more are wanted", ops::OUT_OF_MEMORY));
         let error = ours.unwrap_err();
         assert!(error.to_string().contains("3.0 GiB more"), "{error}");
-        assert!(error.hint().unwrap().contains("`data.micro_batch_size`"));
-        let theirs = with_memory::<()>(|| panic!("CUDA_ERROR_OUT_OF_MEMORY"));
+        assert_eq!(error.hint().unwrap(), "want less");
+        let theirs = with_memory::<()>("", || panic!("CUDA_ERROR_OUT_OF_MEMORY"));
         assert!(theirs.unwrap_err().to_string().starts_with(ops::OUT_OF_MEMORY));
-        assert_eq!(with_memory(|| Ok(7)).unwrap(), 7);
-        let other = catch_unwind(|| with_memory::<()>(|| panic!("something else")));
+        assert_eq!(with_memory("", || Ok(7)).unwrap(), 7);
+        let other = catch_unwind(|| with_memory::<()>("", || panic!("something else")));
         assert_eq!(other.unwrap_err().downcast_ref(), Some(&"something else"));
     }
 }

@@ -19,7 +19,7 @@ const CONFIG: &str = r#"{"model_type": "qwen3", "vocab_size": 640, "hidden_size"
     "hidden_act": "silu"}"#;
 
 /// A random model in this type.
-fn model(dtype: DType, device: &Device) -> Decoder {
+pub fn model(dtype: DType, device: &Device) -> Decoder {
     let folder = tempfile::tempdir().unwrap();
     let (source, out) = (folder.path().join("source"), folder.path().join("out"));
     std::fs::create_dir(&source).unwrap();
@@ -29,7 +29,7 @@ fn model(dtype: DType, device: &Device) -> Decoder {
     Decoder::load(&out, dtype, device, &mut |_, _| {}).unwrap()
 }
 
-fn spec(rank: usize, alpha: f64, targets: &[&str]) -> LoraSpec {
+pub fn spec(rank: usize, alpha: f64, targets: &[&str]) -> LoraSpec {
     LoraSpec {
         rank,
         alpha,
@@ -63,7 +63,7 @@ fn batch(lengths: &[usize], random: &mut ChaCha8Rng) -> Batch {
 }
 
 /// B's that aren't zero.
-fn with_values(model: Decoder, seed: u64) -> Decoder {
+pub fn with_values(model: Decoder, seed: u64) -> Decoder {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let values = model.trainable_values().into_iter().map(|value| {
         let [n] = value.dims();

@@ -311,6 +311,35 @@ def check_small(machine, dtype):
     return {"block": error(whole[:, width:], b * 0.5), "sum": error(total, values.double().sum()[None] + 1)}
 
 
+def check_next_token(machine, dim, heads, group, seen, dtype):
+    """Twice on fresh copies of the cache: the output, the new row in its place, and nothing else changed."""
+    dev, nan = machine.device, float("nan")
+    module = machine.module([*BASE, "next_token.cu"], _defines(dtype, HEAD_DIM=dim))
+    width = heads // group * dim
+    q = (torch.randn(heads * dim, device=dev) * 2).to(dtype)
+    k, v = (torch.randn(width, device=dev).to(dtype) for _ in range(2))
+    before = [torch.randn(seen + 3, width, device=dev).to(dtype) for _ in range(2)]
+    for x in before:
+        x[seen:] = nan
+
+    def run():
+        keys, values = (x.clone() for x in before)
+        out = torch.full((heads * dim,), nan, device=dev, dtype=dtype)
+        module.launch("next_token_attention", heads, 512, 0, q, k, v, keys, values, out, width, seen, group, dim**-0.5)
+        machine.synchronize()
+        for new, old, row in ((keys, before[0], k), (values, before[1], v)):
+            assert torch.equal(new[:seen], old[:seen]) and torch.equal(new[seen], row), "the cache"
+            assert new[seen + 1 :].isnan().all(), "wrote behind the new row"
+        return out, keys[: seen + 1], values[: seen + 1]
+
+    same_twice(run)
+    out, keys, values = run()
+    at = lambda x: x.double().view(seen + 1, heads // group, dim).repeat_interleave(group, 1)
+    scores = torch.einsum("hd,thd->ht", q.double().view(heads, dim), at(keys)) * dim**-0.5
+    want = torch.einsum("ht,thd->hd", scores.softmax(1), at(values))
+    return {"y": error(out.view(heads, dim), want)}
+
+
 def limit(name, dtype):
     if name != "copy" and dtype == torch.float32 or name in ("loss", "lse", "squares", "p", "sum"):
         return 1e-5
@@ -334,6 +363,8 @@ def suite(machine, small):
             yield f"cross-entropy {v}", check_cross_entropy(machine, 5 * scale, v, dtype), dtype
         yield "cross-entropy, nothing kept", check_cross_entropy(machine, 3, 2056, dtype, kept=0), dtype
         yield "small", check_small(machine, dtype), dtype
+        for dim, h, group, seen in ((128, 16, 2, 300), (64, 9, 3, 0), (64, 14, 7, 63), (128, 4, 4, 33 * scale)):
+            yield f"next token {dim} {h}/{h // group} after {seen}", check_next_token(machine, dim, h, group, seen, dtype), dtype
         yield "embedding", check_embedding(machine, 300 * scale, 97, 576, dtype), dtype
     sizes = [1024, 7, 8192 * 2 + 5, 4096, 33] + ([] if small else [3_000_000])
     yield "adamw", check_optimizer(machine, sizes), f32

@@ -22,6 +22,7 @@ def modules(arch):
             yield [*BASE, "norm.cu"], [*f32, f"DIM={dim}"]
         for dim in (64, 128):
             yield [*BASE, "qk_norm_rope.cu"], [*f32, f"HEAD_DIM={dim}"]
+            yield [*BASE, "next_token.cu"], [*f32, f"HEAD_DIM={dim}"]
         for f in (1536, 3072):
             yield [*BASE, "swiglu.cu"], [*f32, f"FEATURES={f}"]
         for name in ("small.cu", "optimizer.cu"):

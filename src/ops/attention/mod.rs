@@ -21,6 +21,9 @@ use super::{Documents, flex};
 
 mod backward;
 mod forward;
+mod next;
+
+pub use next::next_token;
 
 /// Query rows of a block.
 const ROWS: usize = 64;

@@ -28,6 +28,8 @@ pub enum Files {
     Norm,
     /// Head norms and rotary embedding.
     Rope,
+    /// Attention of a text's next token.
+    NextToken,
     /// SwiGLU.
     Swiglu,
     /// Cross-entropy.
@@ -79,6 +81,7 @@ impl Module {
             }
             Files::Norm => &[common, elements, include_str!("norm.cu")],
             Files::Rope => &[common, elements, include_str!("qk_norm_rope.cu")],
+            Files::NextToken => &[common, elements, include_str!("next_token.cu")],
             Files::Swiglu => &[common, elements, include_str!("swiglu.cu")],
             Files::CrossEntropy => &[common, elements, include_str!("cross_entropy.cu")],
             Files::Rows => &[common, elements, include_str!("rows.cu")],
@@ -97,7 +100,7 @@ impl Module {
                 let stages = attention_stages(shared_memory);
                 vec![format!("HEAD_DIM={size}"), format!("STAGES={stages}")]
             }
-            Files::AttentionHopper | Files::Rope => vec![format!("HEAD_DIM={size}")],
+            Files::AttentionHopper | Files::Rope | Files::NextToken => vec![format!("HEAD_DIM={size}")],
             Files::Norm => vec![format!("DIM={size}")],
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],

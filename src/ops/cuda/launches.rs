@@ -148,6 +148,24 @@ impl Side<'_> {
         }
     }
 
+    /// Attention of one token, each a row, to itself and the `seen` tokens before it: the first rows of `kept`, keys and
+    /// values, behind which the token's own are put.
+    pub fn next_token(
+        &mut self,
+        [q, k, v, out]: [Matrix; 4],
+        [keys, values]: [Matrix; 2],
+        seen: usize,
+        size: usize,
+        scale: f32,
+    ) {
+        let (heads, group) = (q.columns / size, q.columns / k.columns);
+        let mut arguments = [q, k, v, keys, values, out].map(|x| Arg::from(x.pointer)).to_vec();
+        arguments.extend([keys.stride, seen, group].map(Arg::from));
+        arguments.push(scale.into());
+        let module = module(Files::NextToken, size, &q, None);
+        self.launch(module, "next_token_attention", Grid::new(heads, 512), &arguments);
+    }
+
     /// `out ← silu(gate) · up`; gate and up have one stride.
     pub fn swiglu(&mut self, gate: Matrix, up: Matrix, out: Matrix) {
         let mut arguments = [gate, up, out].map(|x| Arg::from(x.pointer)).to_vec();

@@ -16,9 +16,9 @@ use burn::tensor::{DType, Tensor};
 use burn_cubecl::tensor::CubeTensor;
 
 use super::tensor::{cast, dense, empty, gpu, is_on_card, known_matrix, pieces, pointer, rows};
-use crate::ops::{DecoderLayer, Documents, Rope};
+use crate::ops::{DecoderLayer, Documents, Next, Rope};
 use backward::Places;
-use forward::{Call, Saved};
+use forward::{Call, NextTokens, Saved};
 use operands::{NORMS, PARENTS, PROJECTIONS, X, weight};
 pub use packed::Slot;
 
@@ -41,17 +41,38 @@ pub fn decoder_layer(x: Tensor<2>, layer: &DecoderLayer, rope: &Rope, documents:
     let (operands, tape) = operands::take(x, layer);
     let call = Call::new(operands, layer, rope, documents);
     let Some((nodes, tracked)) = tape else {
-        return Tensor::from_primitive::<Cube>(call.forward(false).0);
+        return Tensor::from_primitive::<Cube>(call.forward(false, None).0);
     };
     let out = match LayerBackward.prepare::<NoCheckpointing>(nodes).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => {
-            let (out, saved) = call.forward(true);
+            let (out, saved) = call.forward(true, None);
             let saved = saved.expect("asked for");
             prepared.finish(State { saved: Arc::new(saved), tracked: tracked.into() }, out)
         }
-        OpsKind::UnTracked(prepared) => prepared.finish(call.forward(false).0),
+        OpsKind::UnTracked(prepared) => prepared.finish(call.forward(false, None).0),
     };
     Tensor::from_primitive::<Autodiff<Cube>>(out)
+}
+
+/// See [`crate::ops::next_layer`]; `kept` are keys and values, `[texts · room, g · d]`, which grow in place.
+pub fn next_layer(
+    x: Tensor<2>,
+    layer: &DecoderLayer,
+    rope: &Rope,
+    kept: [Tensor<2>; 2],
+    room: usize,
+    next: &[Next],
+) -> (Tensor<2>, [Tensor<2>; 2]) {
+    // A document each: what is said of them depends on their number alone, so it is made once.
+    let documents = Documents { cu_seqlens: (0..=next.len() as u32).collect() };
+    check(&x, layer, rope, &documents);
+    let (operands, tape) = operands::take(x, layer);
+    assert!(tape.is_none(), "next_layer: there is no gradient");
+    let call = Call::new(operands, layer, rope, &documents);
+    let kept = kept.map(|x| dense(x.try_into_primitive::<Cube>().expect("on the card of x")));
+    let tokens = NextTokens { kept: kept.each_ref().map(known_matrix), room, next, scale: layer.scale() };
+    let (out, _) = call.forward(false, Some(&tokens));
+    (Tensor::from_primitive::<Cube>(out), kept.map(Tensor::from_primitive::<Cube>))
 }
 
 type NoCheckpointing = burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;

@@ -11,6 +11,7 @@ use burn::backend::{DispatchDevice, Flex};
 use burn::tensor::{BackendPrimitive, DType, Device, Shape, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
+pub mod few;
 pub mod gemm;
 mod memory;
 pub mod simd;
@@ -23,6 +24,11 @@ pub fn takes<const D: usize>(x: &Tensor<D>) -> bool {
 /// Whether it is the CPU.
 pub fn is_flex(device: &Device) -> bool {
     matches!(device.clone().without_autodiff().as_dispatch(), DispatchDevice::Flex(_))
+}
+
+/// Runs `work` on a thread of the pool where this is the CPU's device: from there its loops start without waking one.
+pub fn in_pool<T: Send>(device: &Device, work: impl FnOnce() -> T + Send) -> T {
+    if is_flex(device) { rayon::scope(|_| work()) } else { work() }
 }
 
 /// The CPU tensor inside, without its tape.

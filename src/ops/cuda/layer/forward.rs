@@ -15,7 +15,7 @@ use super::super::tensor::{dense, empty_rows, gpu, known_matrix, pointer};
 use super::group::{DTYPE, Group, Weights};
 use super::operands::{self, GROUPS, NORMS, Operands, PROJECTIONS, SIZES, X};
 use super::packed::Packed;
-use crate::ops::{DecoderLayer, Documents, Kept, Rope};
+use crate::ops::{DecoderLayer, Documents, Kept, Next, Rope};
 
 /// Places among the groups: q, k, v; o; gate, up; down.
 pub(super) const QKV: usize = 0;
@@ -66,6 +66,26 @@ pub(super) struct Activations {
     pub gate_up: Matrix,
     /// The low-rank columns of each group's input; those of o's lie beside `att`.
     pub low: [Matrix; GROUPS],
+}
+
+/// The next token of each of some texts, and where the keys and values of those before it lie.
+#[derive(Debug)]
+pub(super) struct NextTokens<'a> {
+    /// Keys and values: of each text `room` rows.
+    pub kept: [Matrix; 2],
+    pub room: usize,
+    pub next: &'a [Next],
+    pub scale: f32,
+}
+
+impl NextTokens<'_> {
+    /// Of q, k, v and the output, a row is a token.
+    fn attend(&self, side: &mut Side<'_>, rows: [Matrix; 4], head_dim: usize) {
+        for (n, Next { text, seen }) in self.next.iter().enumerate() {
+            let kept = self.kept.map(|kept| kept.rows(text * self.room, self.room));
+            side.next_token(rows.map(|x| x.rows(n, 1)), kept, *seen, head_dim, self.scale);
+        }
+    }
 }
 
 impl Call {
@@ -135,8 +155,8 @@ impl Call {
         })
     }
 
-    /// The output, and what the backward pass needs if that is wanted.
-    pub fn forward(self, save: bool) -> (CubeTensor, Option<Saved>) {
+    /// The output, and what the backward pass needs if that is wanted. With `tokens` each row is a text's next token.
+    pub fn forward(self, save: bool, tokens: Option<&NextTokens<'_>>) -> (CubeTensor, Option<Saved>) {
         debug_assert_eq!(SIZES.iter().sum::<usize>(), PROJECTIONS);
         let x = self.operands.tensor(X);
         let out = empty_rows(x, self.tokens, self.e, self.e, x.dtype);
@@ -149,7 +169,7 @@ impl Call {
             let weights = self.weights(side, packed.as_deref(), false);
             let (kept, activations) = self.activations(side, save);
             let (again, activations) = self.again(side, activations);
-            self.attend(side, &weights, &activations);
+            self.attend(side, &weights, &activations, tokens);
             self.widen(side, &weights, &activations);
             self.narrow(side, &weights, &activations, y);
             (packed, activations, [Some(kept), (!self.recompute).then_some(again)])
@@ -215,7 +235,13 @@ impl Call {
     }
 
     /// From x to the sum after attention.
-    fn attend(&self, side: &mut Side<'_>, weights: &[Weights; GROUPS], to: &Activations) {
+    fn attend(
+        &self,
+        side: &mut Side<'_>,
+        weights: &[Weights; GROUPS],
+        to: &Activations,
+        tokens: Option<&NextTokens<'_>>,
+    ) {
         self.project(side, weights, to);
         let qkv = &self.groups[QKV];
         let mut layout = Layout::default();
@@ -224,7 +250,10 @@ impl Call {
         let [q, k] = [q, k].map(|place| block.at(place));
         side.rotate(to.qkv, q, k, &self.rotation());
         let [_, _, v] = self.heads_of(to.qkv);
-        self.attention.forward(side, [q, k, v], to.att, to.lse.pointer);
+        match tokens {
+            None => self.attention.forward(side, [q, k, v], to.att, to.lse.pointer),
+            Some(tokens) => tokens.attend(side, [q, k, v, to.att.columns(0, q.columns)], self.head_dim),
+        }
         self.after_attention(side, weights, to);
     }
 
