@@ -34,7 +34,7 @@ const LONG: [&str; 16] = [
     "Hello",
     "--sample.interval",
     "20",
-    "--sample.max-tokens",
+    "--sample.max-new-tokens",
     "8",
     "--ckpt.interval",
     "1000000",
@@ -453,7 +453,9 @@ fn picture() {
     let system = "Reverse the text character-by-character. Put your answer in <reversed_text> tags.";
     let args = "sft --device flex --output-dir out --ckpt.interval 40 --val.interval 10 --sample.interval 20";
     let args: Vec<_> = args.split(' ').chain(["--sample.prompts", "green and white;"]).collect();
-    let args = [&args[..], &["--sample.system", system, "--sample.max-tokens", "40"]].concat();
+    let no_thoughts = ["--sample.chat-template-kwargs", r#"{"enable_thinking": false}"#];
+    let args =
+        [&args[..], &["--sample.system", system, "--sample.max-new-tokens", "40"], &no_thoughts].concat();
     let session = Session::start(command(&dir, &args), (120, 36));
     session.until("in the middle", |screen| {
         let text = pty::text(screen);
