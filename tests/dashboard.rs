@@ -453,9 +453,7 @@ fn picture() {
     let system = "Reverse the text character-by-character. Put your answer in <reversed_text> tags.";
     let args = "sft --device flex --output-dir out --ckpt.interval 40 --val.interval 10 --sample.interval 20";
     let args: Vec<_> = args.split(' ').chain(["--sample.prompts", "green and white;"]).collect();
-    let no_thoughts = ["--sample.chat-template-kwargs", r#"{"enable_thinking": false}"#];
-    let args =
-        [&args[..], &["--sample.system", system, "--sample.max-new-tokens", "40"], &no_thoughts].concat();
+    let args = [&args[..], &["--sample.system", system, "--sample.max-new-tokens", "40"]].concat();
     let session = Session::start(command(&dir, &args), (120, 36));
     session.until("in the middle", |screen| {
         let text = pty::text(screen);
