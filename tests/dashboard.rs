@@ -291,7 +291,10 @@ fn tmux_shows_it_too_and_its_window_is_as_before() {
     let run = run.get_argv().iter().map(|arg| format!("'{}'", arg.to_string_lossy())).collect::<Vec<_>>();
     dir.write(
         "in_tmux.sh",
-        &format!("stty -g > before\n{}\necho \"ended with $?\"\nstty -g > after\ncat\n", run.join(" ")),
+        &format!(
+            "stty -g > before\n{}\ncode=$?\nstty -g > after\necho \"ended with $code\"\ncat\n",
+            run.join(" ")
+        ),
     );
     let mut command = CommandBuilder::new("tmux");
     command.args(["-L", &tmux.0, "-u", "-f", "/dev/null", "new-session", "sh in_tmux.sh"]);
@@ -454,11 +457,11 @@ fn picture() {
     let args = "sft --device flex --output-dir out --ckpt.interval 40 --val.interval 10 --sample.interval 20";
     let args: Vec<_> = args.split(' ').chain(["--sample.prompts", "green and white;"]).collect();
     let args = [&args[..], &["--sample.system", system, "--sample.max-new-tokens", "40"]].concat();
-    let session = Session::start(command(&dir, &args), (120, 36));
+    let session = Session::start(command(&dir, &args), LARGE);
     session.until("in the middle", |screen| {
         let text = pty::text(screen);
         let at = text.split("Status: epoch ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok());
-        at.is_some_and(|epoch: f64| epoch > 2.2)
+        at.is_some_and(|epoch: f64| epoch > 1.6)
     });
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("docs/dashboard.svg");
     std::fs::write(path, session.look(svg::picture)).expect("the file can be written");
