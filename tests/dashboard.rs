@@ -20,8 +20,8 @@ use tracing::Level;
 const LARGE: (u16, u16) = (120, 40);
 const SMALL: (u16, u16) = (80, 24);
 
-/// Far more steps than a test waits for, and held-out loss.
-const LONG: [&str; 10] = [
+/// Far more steps than a test waits for, held-out loss and samples.
+const LONG: [&str; 16] = [
     "--max-steps",
     "1000000",
     "--val.interval",
@@ -30,6 +30,12 @@ const LONG: [&str; 10] = [
     "VAL",
     "--val.data.seq-len",
     "64",
+    "--sample.prompts",
+    "Hello",
+    "--sample.interval",
+    "20",
+    "--sample.max-new-tokens",
+    "8",
     "--ckpt.interval",
     "1000000",
 ];
@@ -83,6 +89,7 @@ fn a_run_is_shown_resized_and_quit() {
         "Training",
         "Progress",
     ]);
+    session.shows(&["Sample", "step 20: Hello ➡"]);
     session.shows(&["Learning rate", "Gradient norm", "Memory", "Full History", " left"]);
     session.until("on a screen of its own, without a cursor", |s| s.alternate_screen() && s.hide_cursor());
     let frame = |(columns, rows): (u16, u16)| {
@@ -284,7 +291,10 @@ fn tmux_shows_it_too_and_its_window_is_as_before() {
     let run = run.get_argv().iter().map(|arg| format!("'{}'", arg.to_string_lossy())).collect::<Vec<_>>();
     dir.write(
         "in_tmux.sh",
-        &format!("stty -g > before\n{}\necho \"ended with $?\"\nstty -g > after\ncat\n", run.join(" ")),
+        &format!(
+            "stty -g > before\n{}\ncode=$?\nstty -g > after\necho \"ended with $code\"\ncat\n",
+            run.join(" ")
+        ),
     );
     let mut command = CommandBuilder::new("tmux");
     command.args(["-L", &tmux.0, "-u", "-f", "/dev/null", "new-session", "sh in_tmux.sh"]);
@@ -443,14 +453,15 @@ fn a_panic_is_read_on_a_clean_screen() {
 #[ignore = "writes docs/dashboard.svg from a run of the embedded model"]
 fn picture() {
     let dir = RunDir::new();
-    let args =
-        ["sft", "--device", "flex", "--ckpt.interval", "40", "--output-dir", "out", "--val.interval", "10"];
-    let session = Session::start(command(&dir, &args), (120, 34));
-    session.until("nearly done", |screen| {
+    let system = "Reverse the text character-by-character. Put your answer in <reversed_text> tags.";
+    let args = "sft --device flex --output-dir out --ckpt.interval 40 --val.interval 10 --sample.interval 20";
+    let args: Vec<_> = args.split(' ').chain(["--sample.prompts", "green and white;"]).collect();
+    let args = [&args[..], &["--sample.system", system, "--sample.max-new-tokens", "40"]].concat();
+    let session = Session::start(command(&dir, &args), LARGE);
+    session.until("in the middle", |screen| {
         let text = pty::text(screen);
-        let at =
-            text.split("Status: epoch ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<f64>().ok());
-        at.is_some_and(|epoch| epoch > 1.7)
+        let at = text.split("Status: epoch ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok());
+        at.is_some_and(|epoch: f64| epoch > 1.6)
     });
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("docs/dashboard.svg");
     std::fs::write(path, session.look(svg::picture)).expect("the file can be written");

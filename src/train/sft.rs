@@ -162,6 +162,7 @@ impl<'a> Job<'a> {
         let first = (grounds[0].begun.progress.step, grounds[0].max_steps);
         let mut info = setup::info(config, &ranks, &grounds[0].selected, &model, details, first);
         info.steps_per_epoch = setup::steps_per_epoch(&grounds[0].data.loader).filter(|_| !several);
+        info.samples = runs.iter().any(|run| run.config.sample.is_some());
 
         // ---- each run: optimizer, what an earlier process left, its folder ----
         go_on(config, &ranks, stop)?;
