@@ -89,7 +89,7 @@ fn a_run_is_shown_resized_and_quit() {
         "Training",
         "Progress",
     ]);
-    session.shows(&["Sample", "step 20: Hello ➡"]);
+    session.shows(&["Sample", ": Hello ➡"]);
     session.shows(&["Learning rate", "Gradient norm", "Memory", "Full History", " left"]);
     session.until("on a screen of its own, without a cursor", |s| s.alternate_screen() && s.hide_cursor());
     let frame = |(columns, rows): (u16, u16)| {
