@@ -153,6 +153,7 @@ const WITHOUT_ENTRY: &[(&str, &str)] = &[
     ("data/row.rs", "passes on what others found"),
     ("model/decoder.rs", "a caller of the library gave another batch"),
     ("model/inputs.rs", "a caller of the library gave another batch"),
+    ("train/fit.rs", "passes on what others found, with another hint"),
     ("train/ranks/threads.rs", "passes on what others found"),
     ("train/resume.rs", "passes on what others found"),
 ];

@@ -167,6 +167,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::time::Instant;
 
     use super::*;
     use crate::error::Error;
@@ -224,11 +225,20 @@ mod tests {
         let work = |i: usize| if i == 7 { panic!("piece 7") } else { i };
         let panic = catch_unwind(|| in_order(endless(), 2, 100, work, |_| Ok(()))).unwrap_err();
         assert_eq!(*panic.downcast_ref::<&str>().unwrap(), "piece 7");
+        // Nothing comes until the sink was asked, however late the machine gets to that.
+        let asked = AtomicUsize::new(0);
         let stuck = std::iter::from_fn(|| -> Option<Piece<usize>> {
-            thread::sleep(Duration::from_millis(150));
+            let started = Instant::now();
+            while asked.load(SeqCst) == 0 && started.elapsed() < Duration::from_secs(60) {
+                thread::sleep(Duration::from_millis(1));
+            }
             None
         });
-        let stopped = in_order(stuck, 2, 100, |i| i, |_| Err(Error::train("stopped", "")));
+        let ask = |_| {
+            asked.store(1, SeqCst);
+            Err(Error::train("stopped", ""))
+        };
+        let stopped = in_order(stuck, 2, 100, |i| i, ask);
         assert_eq!(stopped.unwrap_err().to_string(), "stopped", "the sink is asked while nothing comes");
     }
 }
