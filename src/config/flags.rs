@@ -22,6 +22,8 @@ pub(crate) struct Flag {
     /// The key, from the top.
     pub path: Vec<String>,
     pub given: Given,
+    /// `{"a": 1}` is the text that it is, not a table.
+    is_text: bool,
 }
 
 #[derive(Debug)]
@@ -35,7 +37,10 @@ impl Flag {
     /// The value as a tree from the top.
     pub fn node(&self, value: &Value, sources: &mut Sources) -> Node {
         let place = sources.add(&self.name);
-        let object = if let Value::Words(words) = value { json(words, '{', place) } else { None };
+        let object = match value {
+            Value::Words(words) if !self.is_text => json(words, '{', place),
+            _ => None,
+        };
         object.unwrap_or(Node { value: value.clone(), place }).nested(&self.path)
     }
 }
@@ -107,7 +112,8 @@ impl Parser<'_> {
                 None
             }
         };
-        self.arguments.flags.extend(given.map(|given| Flag { name, path, given }));
+        let is_text = self.reference.takes_text(&path.join("."));
+        self.arguments.flags.extend(given.map(|given| Flag { name, path, given, is_text }));
     }
 
     /// The file, if a section and not a boolean stands before the `@`; within, `None` if the file is missing.

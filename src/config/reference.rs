@@ -77,6 +77,13 @@ impl Reference {
         self.pages.iter().any(|page| page.path == path)
     }
 
+    /// Whether the key at `path` takes text, or a list of texts.
+    pub fn takes_text(&self, path: &str) -> bool {
+        let rows = self.pages.iter().flat_map(|page| page.rows.iter().map(move |row| (&page.path, row)));
+        let mut named = rows.filter(|(section, row)| join(section, row.name) == path);
+        named.any(|(_, row)| ["string", "path"].iter().any(|kind| row.kind.contains(kind)))
+    }
+
     /// The key with its section.
     pub fn path_of(&self, name: &str) -> String {
         let page = self.pages.iter().find(|page| page.has(name));

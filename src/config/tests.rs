@@ -200,6 +200,18 @@ fn flags_take_every_kind_of_value() {
 }
 
 #[test]
+fn json_for_a_text_stays_text() {
+    let kwargs = "{\"enable_thinking\": false}";
+    let prompts = ["--sample.prompts", "{\"a\": 1}", "b"];
+    let config =
+        good_args(&[&["--sample.chat-template-kwargs", kwargs, "--sample.system={}"], &prompts[..]].concat());
+    let sample = config.sample.unwrap();
+    assert_eq!(sample.chat_template_kwargs.as_deref(), Some(kwargs));
+    assert_eq!(sample.system.as_deref(), Some("{}"));
+    assert_eq!(sample.prompts, ["{\"a\": 1}", "b"]);
+}
+
+#[test]
 fn toml_forms_of_targets_and_patterns() {
     let lora = |text: &str| good(&format!("[model.lora]\n{text}")).model.lora.unwrap();
     assert_eq!(lora("target_modules = \"all-linear\"").target_modules, TargetModules::AllLinear);
