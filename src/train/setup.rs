@@ -319,7 +319,7 @@ pub(super) fn info(
         resumed_step: (step > 0).then_some(step),
         steps_per_epoch: None,
         runs: Vec::new(),
-        samples: config.sample.is_some(),
+        samples: false,
         output_dir: config.output_dir.clone(),
     }
 }
