@@ -145,6 +145,7 @@ fn pick(name: &str, adapters: &[adapters::Adapter], index: Option<usize>) -> Res
     }
 }
 
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn missing(name: &str, index: usize, count: usize) -> Error {
     let hint = match count {
         0 => "set `device = \"auto\"` or `\"flex\"`, or look whether the driver is installed".to_string(),

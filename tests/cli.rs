@@ -574,6 +574,8 @@ fn clean_deletes_only_what_a_run_wrote() {
         .succeeds();
     assert!(!dir.path("other/checkpoints").exists() && !dir.path("other/weights").exists());
     dir.sft(&["--output-dir", ""]).fails(2).says(&["`output_dir` is empty"]);
+    let inside = ["--data.name", ".", "--output-dir", "new/out"];
+    dir.sft(&inside).fails(2).says(&["`data.name` = `.` holds `output_dir`", "data.name = \"*.jsonl\""]);
 }
 
 #[test]
@@ -586,6 +588,15 @@ fn clean_spares_the_inputs_of_the_run() {
     let tokenizer = ["--tokenizer.name", "./out/checkpoints/../weights/step_1", "--clean-output-dir"];
     dir.sft(&tokenizer).fails(1).says(&["`tokenizer.name`", "out/weights/step_1"]);
     assert!(before == snapshot(&dir), "nothing changed");
+
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    let before = snapshot(&dir);
+    for adapter in ["out", "out/weights/step_1/lora_adapters"] {
+        let warm = ["--model.lora.init-adapter-path", adapter, "--clean-output-dir"];
+        dir.sft(&warm).fails(1).says(&["`model.lora.init_adapter_path`", "lies in it"]);
+        assert!(before == snapshot(&dir), "nothing changed");
+    }
 }
 
 #[cfg(unix)]
@@ -759,8 +770,7 @@ fn a_folder_that_cannot_be_written_is_told_early() {
 fn the_log_ends_with_how_the_run_ended() {
     let dir = RunDir::new();
     let ran = dir.sft(&["--optim.lr", "1e30", "--optim.max-norm", "None", "--max-steps", "30"]).fails(1);
-    let ran =
-        ran.says(&["not finite", "--ckpt.resume-step ", " is skipped", "from row ", "`optim.max_skipped`"]);
+    let ran = ran.says(&["not finite", "start anew", " is skipped", "from row ", "`optim.max_skipped`"]);
     assert_eq!(ran.stderr.matches(" is skipped: ").count(), 3, "{}", ran.all());
     let log = dir.text("out/logs/trainer.log");
     assert!(

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{RunFolder, folder};
+use super::{RunFolder, find_adapter, folder};
 use crate::config::{DataConfig, SftConfig};
 use crate::report::{is_page, is_picture};
 use crate::{Error, Result};
@@ -110,5 +110,13 @@ fn inputs(config: &SftConfig) -> Vec<(&'static str, PathBuf)> {
         names.push(("data.name", &data.name));
     }
     names.extend(config.val.as_ref().map(|val| ("val.data.name", val.data.name.as_str())));
-    names.into_iter().map(|(key, name)| (key, Path::new(name).to_path_buf())).collect()
+    names.extend(config.tokenizer.chat_template.as_deref().map(|path| ("tokenizer.chat_template", path)));
+    let mut inputs: Vec<_> =
+        names.into_iter().map(|(key, name)| (key, Path::new(name).to_path_buf())).collect();
+    let adapter = config.model.lora.as_ref().and_then(|lora| lora.init_adapter_path.as_ref());
+    // A run's folder stands for its newest adapter.
+    let adapter = adapter.map(|path| find_adapter(path).unwrap_or_else(|_| path.clone()));
+    inputs.extend(adapter.map(|path| ("model.lora.init_adapter_path", path)));
+    inputs.extend(config.sample.as_ref().and_then(|sample| Some(("sample.file", sample.file.clone()?))));
+    inputs
 }

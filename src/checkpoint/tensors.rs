@@ -45,8 +45,11 @@ impl View for &Named {
 pub fn save(path: &Path, tensors: &[Named]) -> Result<()> {
     let views = tensors.iter().map(|t| (t.name.as_str(), t));
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize_to_file(views, Some(metadata), path)
-        .map_err(|e| Error::checkpoint(path, format!("cannot write: {e}"), ""))
+    safetensors::serialize_to_file(views, Some(metadata), path).map_err(|e| match e {
+        // A full disk has a hint of its own.
+        safetensors::SafeTensorError::IoError(source) => Error::io(path, "write", source),
+        other => Error::checkpoint(path, format!("cannot write: {other}"), ""),
+    })
 }
 
 /// Reads of what [`save`] wrote the tensors with these names.

@@ -13,7 +13,7 @@ use super::schedule::Schedule;
 use super::setup::{self, Data, go_on};
 use super::sft::StopFlag;
 use crate::checkpoint::{Locks, RunFolder, Start};
-use crate::config::{OptimKind, Plan, SftConfig};
+use crate::config::{DataConfig, OptimKind, Plan, SftConfig};
 use crate::data::{ChatTokenizer, DataReport};
 use crate::device::{Selected, compute_dtype, free_bytes, select};
 use crate::error::Problem;
@@ -146,10 +146,10 @@ fn warn(report: &mut dyn Report, warnings: impl IntoIterator<Item = String>) {
     warnings.into_iter().for_each(|warning| report.event(&Event::Warning(warning)));
 }
 
-/// Refuses empty names of folders.
+/// Refuses empty names of folders, and a folder of data that the run writes into.
 ///
 /// # Errors
-/// The key that is empty.
+/// The keys.
 pub(super) fn check_folders(config: &SftConfig) -> Result<()> {
     let saves = config.ckpt.as_ref().and_then(|ckpt| ckpt.output_dir.as_ref());
     let folders = [("output_dir", Some(&config.output_dir)), ("ckpt.output_dir", saves)];
@@ -159,8 +159,29 @@ pub(super) fn check_folders(config: &SftConfig) -> Result<()> {
         message: format!("`{key}` is empty, wanted a folder"),
         hint: format!("`{key} = \".\"` is the folder that the program runs in"),
     };
-    let problems: Vec<Problem> = empty.map(problem).collect();
+    let mut problems: Vec<Problem> = empty.map(problem).collect();
+    problems.extend(folders.into_iter().filter_map(|(key, path)| written_into(config, key, path?)));
     if problems.is_empty() { Ok(()) } else { Err(Error::Config(problems)) }
+}
+
+/// A data folder that holds what `key` names: the run's own files would be read as rows when it is resumed. One with a
+/// card may name its files there.
+fn written_into(config: &SftConfig, key: &str, output: &Path) -> Option<Problem> {
+    let DataConfig::Sft(data) = &config.data else { return None };
+    let folder = Path::new(&data.name).canonicalize().ok().filter(|path| path.is_dir())?;
+    // The folder itself may not be there yet.
+    let output = std::path::absolute(output).ok()?;
+    let there = output.ancestors().find_map(|path| path.canonicalize().ok())?;
+    (there.starts_with(&folder) && !folder.join("README.md").exists()).then(|| Problem {
+        place: String::new(),
+        message: format!(
+            "`data.name` = `{}` holds `{key}`, so that the run's own files would be read as data",
+            data.name
+        ),
+        hint: format!(
+            "name a file or pattern (`data.name = \"*.jsonl\"`), or set `{key}` to a folder elsewhere"
+        ),
+    })
 }
 
 fn no_weights(config: &SftConfig) -> String {

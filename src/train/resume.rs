@@ -197,9 +197,27 @@ pub(super) fn where_to_go_on(failed: usize, steps: &[usize]) -> String {
     }
 }
 
+/// The checkpoint to go on from where steps were skipped from `began` on: those kept since then, and that of the step
+/// before, hold the weights that gave the first of them.
+pub(super) fn where_it_was_fine(began: usize, steps: &[usize]) -> String {
+    match steps.iter().rfind(|&&step| step + 1 < began) {
+        Some(step) => format!("; `--ckpt.resume-step {step}` goes back to before it began"),
+        None => {
+            "; no checkpoint is from before it began: if the weights are what isn't finite, start anew".into()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::where_to_go_on;
+    use super::{where_it_was_fine, where_to_go_on};
+
+    #[test]
+    fn weights_that_gave_the_first_bad_loss_are_not_offered() {
+        assert!(where_it_was_fine(8, &[4, 6, 7, 11]).contains("--ckpt.resume-step 6"));
+        assert!(where_it_was_fine(2, &[1, 5]).contains("start anew"));
+        assert!(where_it_was_fine(2, &[]).contains("start anew"));
+    }
 
     #[test]
     fn a_checkpoint_close_to_the_failure_is_not_the_one_to_go_on_from() {

@@ -428,7 +428,10 @@ impl Run {
     pub fn at_step(&self, step: usize, error: Error) -> Error {
         let Error::Train { message, hint } = error else { return error };
         let steps = folder::steps(&self.folder.checkpoints).unwrap_or_default();
-        let hint = hint + &resume::where_to_go_on(step, &steps);
+        let hint = match self.skipped.began() {
+            Some(began) => hint + &resume::where_it_was_fine(began, &steps),
+            None => hint + &resume::where_to_go_on(step, &steps),
+        };
         Error::Train { message: format!("step {step}: {message}"), hint }
     }
 

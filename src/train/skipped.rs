@@ -11,17 +11,24 @@ use crate::{Error, Result};
 pub(super) struct Skipped {
     most: usize,
     in_a_row: usize,
+    /// The first of them.
+    began: Option<usize>,
 }
 
 impl Skipped {
     /// `most`: `optim.max_skipped`.
     pub fn new(most: usize) -> Self {
-        Self { most, in_a_row: 0 }
+        Self { most, in_a_row: 0, began: None }
     }
 
     /// A step was fine.
     pub fn reset(&mut self) {
-        self.in_a_row = 0;
+        (self.in_a_row, self.began) = (0, None);
+    }
+
+    /// The first of the steps that were skipped one after the other.
+    pub fn began(&self) -> Option<usize> {
+        self.began
     }
 
     /// A step was skipped: what to say.
@@ -30,6 +37,7 @@ impl Skipped {
     /// Where it is one too many.
     pub fn note(&mut self, step: usize, what: &str) -> Result<String> {
         self.in_a_row += 1;
+        self.began.get_or_insert(step);
         let found = format!("{what}: not finite, nothing was updated");
         if self.in_a_row <= self.most {
             return Ok(format!("step {step} is skipped: {found}"));
@@ -107,7 +115,9 @@ mod tests {
     fn one_step_too_many_stops_the_run() {
         let mut skipped = Skipped::new(2);
         assert!(skipped.note(5, "the loss is NaN").unwrap().contains("step 5 is skipped: the loss is NaN"));
+        assert_eq!(skipped.began(), Some(5));
         skipped.reset();
+        assert_eq!(skipped.began(), None);
         assert!(skipped.note(7, "x").is_ok() && skipped.note(8, "x").is_ok());
         let error = skipped.note(9, "x").unwrap_err();
         assert!(error.to_string().contains("and 2 before it"), "{error}");
