@@ -121,7 +121,10 @@ pub fn run() -> u8 {
         Command::Sft { args } if args.iter().any(|a| a == "--help" || a == "-h") => {
             print(&format!("{SFT_USAGE}\n{}", config::help()))
         }
-        Command::Sft { args } => config::load(&args).and_then(|job| sft(job, &args, &mut format)),
+        Command::Sft { args } => {
+            format = format_of(&args);
+            config::load(&args).and_then(|job| sft(job, &args, &mut format))
+        }
         Command::Sweep { args } => sweep::load(&args).and_then(|job| {
             let again = sweep::again(&job);
             sft(job, &again, &mut format)
@@ -204,6 +207,14 @@ fn print_after(text: &str) {
     if let Err(error) = print(text) {
         tracing::warn!("{error}");
     }
+}
+
+/// How errors are told before the configuration is known.
+fn format_of(args: &[String]) -> LineFormat {
+    let wanted = |arg: &String| {
+        matches!(arg.replace('_', "-").as_str(), "--log.json-logging" | "--log.json-logging=true")
+    };
+    if args.iter().any(wanted) { LineFormat::Json } else { LineFormat::Text }
 }
 
 /// Trains; `args` read the same job again.

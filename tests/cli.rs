@@ -780,6 +780,10 @@ fn the_log_ends_with_how_the_run_ended() {
     let ran = dir.sft(&["--log.json-logging", "--data.name", "gone.jsonl"]);
     let last: serde_json::Value = serde_json::from_str(ran.stderr.lines().last().unwrap()).unwrap();
     assert_eq!(last["level"], "ERROR");
+    // Before there is a configuration too.
+    let ran = dir.sft(&["--log.json-logging", "--optim.lrr", "1"]);
+    let last: serde_json::Value = serde_json::from_str(ran.stderr.lines().last().unwrap()).unwrap();
+    assert_eq!(last["level"], "ERROR");
 }
 
 #[test]
