@@ -71,8 +71,8 @@ struct Steps {
     done: usize,
     resumed: usize,
     total: Option<usize>,
-    /// Passes over the data, and the steps of each; no passes: the steps alone are shown.
-    laps: (usize, usize),
+    /// Passes over the data; none: the steps alone are shown.
+    laps: usize,
     /// When the first step of this process had ended, and which it was.
     first: Option<(Instant, usize)>,
 }
@@ -93,7 +93,7 @@ impl Panels {
 
     /// What Burn's estimate of the time begins at.
     pub fn starting_point(&self) -> Option<usize> {
-        (self.steps.laps.0 == 0).then_some(self.steps.resumed)
+        (self.steps.laps == 0).then_some(self.steps.resumed)
     }
 
     /// The texts in their order, before there is anything to say. Returns a name that the renderer holds while it
@@ -284,7 +284,7 @@ impl Row<'_> {
 impl Steps {
     fn new(run: &RunInfo) -> Self {
         let resumed = run.resumed_step.unwrap_or(0);
-        let laps = run.max_steps.map_or((0, 0), |total| laps(total, resumed, run.steps_per_epoch));
+        let laps = run.max_steps.map_or(0, |total| laps(total, resumed, run.steps_per_epoch));
         Self { done: resumed, resumed, total: run.max_steps, laps, first: None }
     }
 
@@ -321,27 +321,31 @@ impl Steps {
             Some(each) => format!("epoch {:.1} of {:.1}", epochs(self.done, each), epochs(total, each)),
             None => format!("step {} of {total}", self.done),
         };
-        let (laps, each) = self.laps;
-        let lap = if laps == 0 { 0 } else { ((self.done - 1) / each).min(laps - 1) };
-        let before = lap * each;
-        to.start(laps, lap + 1, None, Some(&label));
-        to.start_split("train", each.min(total - before));
-        to.update_split(self.done - before);
+        let (lap, begin, end) = lap(self.done, total, self.laps);
+        to.start(self.laps, lap + 1, None, Some(&label));
+        to.start_split("train", end - begin);
+        to.update_split(self.done - begin);
     }
 }
 
-/// Passes that a run of `total` steps makes, and the steps of each; none where it ends within one that isn't its
-/// first, or began in the middle.
-fn laps(total: usize, resumed: usize, steps_per_epoch: Option<f64>) -> (usize, usize) {
-    let Some(each) = steps_per_epoch.filter(|&each| each > 0.0 && resumed == 0) else { return (0, total) };
+/// Passes that a run of `total` steps makes; none where it ends within one that isn't its first, or began in the middle.
+fn laps(total: usize, resumed: usize, steps_per_epoch: Option<f64>) -> usize {
+    let Some(each) = steps_per_epoch.filter(|&each| each > 0.0 && resumed == 0) else { return 0 };
     if total as f64 <= each {
-        return (1, total);
+        return 1;
     }
     let passes = (total as f64 / each).round();
-    match (passes * each - total as f64).abs() < 1.0 {
-        true => (passes as usize, total.div_ceil(passes as usize)),
-        false => (0, total),
+    if (passes * each - total as f64).abs() < 1.0 { passes as usize } else { 0 }
+}
+
+/// The pass, counted from 0, in which step `done` of `total` lies, and the steps before it and to its end: passes end in
+/// the middle of a step where rows aren't a multiple of the batch.
+fn lap(done: usize, total: usize, laps: usize) -> (usize, usize, usize) {
+    if laps == 0 {
+        return (0, 0, total);
     }
+    let lap = ((done - 1) * laps / total).min(laps - 1);
+    (lap, (lap * total).div_ceil(laps), ((lap + 1) * total).div_ceil(laps))
 }
 
 fn of_run(run: &str) -> String {
@@ -398,12 +402,25 @@ mod tests {
 
     #[test]
     fn bars_count_passes_where_the_run_ends_with_one() {
-        assert_eq!(laps(30, 0, Some(10.0)), (3, 10));
-        assert_eq!(laps(31, 0, Some(10.4)), (3, 11));
-        assert_eq!(laps(5, 0, Some(10.4)), (1, 5));
-        assert_eq!(laps(15, 0, Some(10.0)), (0, 15));
-        assert_eq!(laps(30, 10, Some(10.0)), (0, 30));
-        assert_eq!(laps(30, 0, None), (0, 30));
+        assert_eq!(laps(30, 0, Some(10.0)), 3);
+        assert_eq!(laps(31, 0, Some(10.4)), 3);
+        assert_eq!(laps(5, 0, Some(10.4)), 1);
+        assert_eq!(laps(15, 0, Some(10.0)), 0);
+        assert_eq!(laps(30, 10, Some(10.0)), 0);
+        assert_eq!(laps(30, 0, None), 0);
+        for (total, passes) in [(60, laps(60, 0, Some(4.25))), (30, 3), (31, 3), (5, 1), (15, 0)] {
+            let mut ended = 0;
+            for done in 1..=total {
+                let (pass, begin, end) = lap(done, total, passes);
+                assert!(
+                    begin < done && done <= end && (begin == ended || begin + 1 < done),
+                    "{done} of {total}"
+                );
+                ended = if done == end { end } else { ended };
+                assert!(done < total || (end == total && pass + 1 == passes.max(1)), "{done} of {total}");
+            }
+            assert_eq!(ended, total);
+        }
     }
 
     #[test]
