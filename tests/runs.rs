@@ -253,3 +253,17 @@ fn what_a_run_cannot_have_is_named() {
     fails("[[runs]]\nname = \"a\"\ndata.batch_size = 3\n", &["isn't divisible by"]);
     assert!(!dir.path("out").exists());
 }
+
+#[test]
+fn a_job_spares_what_one_of_its_runs_starts_from() {
+    let dir = RunDir::new();
+    job(&dir, "[[runs]]\nname = \"a\"\n[[runs]]\nname = \"b\"\n");
+    sft(&dir, "job.toml", &["--max-steps", "2"]).succeeds();
+    job(
+        &dir,
+        "[[runs]]\nname = \"a\"\n[[runs]]\nname = \"b\"\nmodel.lora.init_adapter_path = \"out/runs/a\"\n",
+    );
+    let ran = sft(&dir, "job.toml", &["--max-steps", "2", "--clean-output-dir"]).fails(1);
+    ran.says(&["`model.lora.init_adapter_path`", "out/runs/a"]);
+    dir.bytes("out/runs/a/weights/step_2/lora_adapters/adapter_model.safetensors");
+}

@@ -48,7 +48,7 @@ impl RunFolder {
     ///
     /// # Errors
     /// `NEVER_CLEAN_OUTPUT_DIR`; a model, tokenizer or data inside what an earlier run wrote, with both paths.
-    pub(super) fn may_clean(&self, config: &SftConfig) -> Result<()> {
+    pub fn may_clean(&self, config: &SftConfig) -> Result<()> {
         if std::env::var_os("NEVER_CLEAN_OUTPUT_DIR").is_some() {
             return Err(Error::checkpoint(
                 &self.root,

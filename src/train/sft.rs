@@ -130,6 +130,15 @@ pub(super) struct Job<'a> {
     started: Instant,
 }
 
+/// One run's `clean_output_dir` may not delete what another one reads.
+fn spare_inputs(runs: &[RunConfig]) -> Result<()> {
+    for cleaned in runs.iter().filter(|run| run.config.clean_output_dir) {
+        let folder = RunFolder::new(&cleaned.config);
+        runs.iter().try_for_each(|run| folder.may_clean(&run.config))?;
+    }
+    Ok(())
+}
+
 impl<'a> Job<'a> {
     /// Everything before the first step. What a user can get wrong fails here, before anything in
     /// a run's folder is touched.
@@ -153,6 +162,8 @@ impl<'a> Job<'a> {
             let plan = plan.of_run(&run.config)?;
             grounds.push(Ground::survey(&run.config, &plan, Purpose::Train, &mut ranks, report, stop)?);
         }
+
+        ranks.from_first(|| spare_inputs(runs))?;
 
         // ---- model, adapters ----
         go_on(config, &ranks, stop)?;
