@@ -43,14 +43,20 @@ pub(super) fn next_steps(program: &str, config: &SftConfig, args: &[String], sum
             &format!("Weights: {}\nAsk them:\n  {program} generate --model {quoted}\n", weights.display());
     }
     if result.checkpoint.is_some() {
+        // A run among several may have ended before the job's end.
+        let several = !summary.runs.is_empty();
         let ends = [
-            ("max-steps", config.max_steps.map(|_| 2 * result.steps)),
+            ("max-steps", config.max_steps.map(|job| 2 * if several { job } else { result.steps })),
             ("num-epochs", config.num_epochs.map(|n| 2 * n)),
         ];
         let ends = ends.into_iter().filter_map(|(key, end)| Some((key, end?)));
         let command = command(program, args, &ends.collect::<Vec<_>>());
-        text +=
-            &format!("Go on training, to twice the length{}:\n  {command}\n", stretched(&config.scheduler));
+        let own =
+            if several { " (but for runs with an end of their own, which stay as they are)" } else { "" };
+        text += &format!(
+            "Go on training, to twice the length{}{own}:\n  {command}\n",
+            stretched(&config.scheduler)
+        );
     }
     text
 }
