@@ -12,6 +12,8 @@ use common::run::{Ran, RunDir};
 use embertune::data::{Batch, Stream};
 use embertune::export::{load_adapter, merge_as};
 use embertune::model::Decoder;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, serialize};
 
 /// Rows that are all the same and fill more than half of a packed row: every step sees the same data.
 fn rows_that_repeat(dir: &RunDir) -> String {
@@ -67,12 +69,50 @@ fn a_run_of_another_shape_is_refused_with_what_to_do() {
     for (more, words) in [
         (["--model.lora.rank", "8"], "this run has rank 8"),
         (["--model.lora.alpha", "4"], "alpha 4"),
-        (["--model.lora.target-modules", "[\"q_proj\"]"], "[\"q_proj\"]"),
+        (["--model.lora.target-modules", "[\"q_proj\"]"], "alpha 8 and q_proj\n"),
+        (["--model.lora.use-rslora", "true"], "`use_rslora` is false there, true here"),
     ] {
-        let ran = dir.sft(&[&warm[..], &more].concat()).fails(1);
-        ran.says(&["the adapter has r 4, alpha 8", words, "set `model.lora` to the adapter's values"]);
+        let all = ["the adapter has r 4, alpha 8 and targets q_proj, v_proj", words];
+        for command in ["check", "sft"] {
+            let ran = dir.run(&[&[command, "@", "run.toml"], &warm[..], &more].concat()).fails(1);
+            assert!(!ran.all().contains("loading weights"), "{}", ran.all());
+            ran.says(&all).says(&["set `model.lora` to the adapter's values: `model.lora."]);
+        }
         assert!(!dir.path("second").exists(), "{}", dir.listing());
     }
+}
+
+#[test]
+fn an_adapter_of_another_base_is_refused_before_weights_are_read() {
+    let dir = RunDir::new();
+    dir.sft(&["--output-dir", "first"]).succeeds();
+    let adapter = dir.path("first/weights/step_2/lora_adapters");
+    let refused = |words: &[&str]| {
+        for command in ["check", "sft"] {
+            let warm =
+                ["--output-dir", "second", "--model.lora.init-adapter-path", adapter.to_str().unwrap()];
+            let ran = dir.run(&[&[command, "@", "run.toml"], &warm[..]].concat()).fails(1);
+            assert!(!ran.all().contains("loading weights"), "{}", ran.all());
+            ran.says(words);
+        }
+    };
+    // Targets that this model doesn't have.
+    let config = adapter.join("adapter_config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, text.replace("\"q_proj\"", "\"c_attn\"")).unwrap();
+    refused(&["adapter_config.json", "`c_attn` matches no module of the model", "the model has "]);
+    // Tensors of another width, and none in the place of some.
+    std::fs::write(&config, text).unwrap();
+    let values = 0f32.to_le_bytes().repeat(4 * 999);
+    let view = TensorView::new(Dtype::F32, vec![4, 999], &values).unwrap();
+    let name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
+    std::fs::write(adapter.join("adapter_model.safetensors"), serialize([(name, view)], None).unwrap())
+        .unwrap();
+    refused(&[
+        "adapter_model.safetensors",
+        "q_proj.lora_A.weight` has shape [4, 999], wanted [4, ",
+        "is missing",
+    ]);
 }
 
 fn logits(model: &Decoder) -> Vec<f32> {

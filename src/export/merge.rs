@@ -20,7 +20,7 @@ use super::file::{Outgoing, encode, in_new_folder, write_tensors};
 use super::peft::{WEIGHTS, check_tensors, dtype_of, no_place_for, other_base, unfit};
 use super::{copy_companions, write_config, write_index};
 use crate::error::{Error, Result};
-use crate::model::{AdaptedModule, Checkpoint, Decoder, Entry, HfConfig, Modules, resolve};
+use crate::model::{AdaptedModule, Checkpoint, Decoder, Entry, HfConfig, Modules, Resolved, resolve};
 
 /// What a merge did.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -108,17 +108,10 @@ fn read_changes(
     let (shape_of, modules) = shapes_and_modules(config);
     let config_path = dir.join("adapter_config.json");
     let resolved = resolve(&adapter.spec, &modules).map_err(|problems| unfit(&config_path, problems))?;
-    let of_saved = |name: &&String| {
-        name.rsplit_once('.').is_some_and(|(module, _)| resolved.saved.iter().any(|s| s == module))
-    };
-    let saved: Vec<&String> = shape_of.keys().filter(of_saved).collect();
-
-    let mut wanted: Vec<_> = resolved.modules.iter().flat_map(|module| wanted(module, &shape_of)).collect();
-    wanted.extend(saved.iter().map(|name| (format!("base_model.model.{name}"), shape_of[*name].clone())));
     let file = Checkpoint::open_file(&dir.join(WEIGHTS), Error::adapter)?;
     let found = file.entries.iter().map(|(name, entry)| (name.clone(), entry.shape.clone())).collect();
-    let unused = check_tensors(&dir.join(WEIGHTS), &wanted, &found)?;
-    report.warnings.extend(resolved.warnings);
+    let unused = check_tensors(&dir.join(WEIGHTS), &wanted_by(&resolved, &shape_of), &found)?;
+    report.warnings.extend(resolved.warnings.clone());
     report.warnings.extend(no_place_for(&unused));
 
     let values = |name: &str| file.values(name, &file.entries[name]);
@@ -128,11 +121,25 @@ fn read_changes(
         let change = Change::Add { a: values(&a)?, b: values(&b)?, rank: module.rank, scale: module.scale };
         changes.insert(format!("{}.weight", module.name), change);
     }
-    for name in saved {
+    for name in saved_by(&resolved, &shape_of) {
         changes.insert(name.clone(), Change::Replace(values(&format!("base_model.model.{name}"))?));
     }
     check_base(base, &changes, &shape_of, config.tie_word_embeddings)?;
     Ok(changes)
+}
+
+/// Parameters that an adapter holds whole.
+fn saved_by<'a>(resolved: &'a Resolved, shape_of: &'a Shapes) -> impl Iterator<Item = &'a String> {
+    let is_saved = |module: &str| resolved.saved.iter().any(|saved| saved == module);
+    shape_of.keys().filter(move |name| name.rsplit_once('.').is_some_and(|(module, _)| is_saved(module)))
+}
+
+/// Names and shapes of all tensors of an adapter's file.
+pub(super) fn wanted_by(resolved: &Resolved, shape_of: &Shapes) -> Vec<(String, Vec<usize>)> {
+    let low_rank = resolved.modules.iter().flat_map(|module| wanted(module, shape_of));
+    let saved = saved_by(resolved, shape_of);
+    let saved = saved.map(|name| (format!("base_model.model.{name}"), shape_of[name].clone()));
+    low_rank.chain(saved).collect()
 }
 
 /// Names and shapes of a module's A and B in an adapter's file.

@@ -7,6 +7,7 @@ mod fold;
 mod lint;
 mod merge;
 mod peft;
+mod start;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,6 +25,7 @@ pub use fold::fold_scaling;
 pub use lint::{Finding, Lint, SERVERS, Server, Verdict, lint};
 pub use merge::{MergeReport, merge, merge_as};
 pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter, save_adapter_with_card};
+pub use start::check_start;
 
 use crate::error::{Error, Result};
 use crate::model::{Decoder, decode, read_json_object};

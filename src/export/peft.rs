@@ -15,6 +15,7 @@ use safetensors::Dtype;
 use super::AdapterConfig;
 use super::card::Card;
 use super::file::{Outgoing, encode, in_new_folder, write_tensors, write_text};
+use super::start::agree;
 use crate::error::{Error, Problem, Result};
 use crate::model::{Checkpoint, Decoder, Run, decode};
 
@@ -330,14 +331,10 @@ pub fn load_adapter(decoder: &mut Decoder, run: usize, dir: &Path) -> Result<Ada
     };
     let mut filled = decoder.clone();
     match decoder.runs().get(run) {
-        Some(attached) => agree(attached, &config, decoder, &path)?,
+        Some(attached) => drop(agree(attached, &config, &decoder.modules(), &path)?),
         None if run == decoder.runs().len() => {
-            report.warnings = filled.attach(&config.spec, 0).map_err(|problems| {
-                let text: Vec<String> = problems.iter().map(|p| p.message.clone()).collect();
-                let hints: Vec<String> =
-                    problems.into_iter().map(|p| p.hint).filter(|h| !h.is_empty()).collect();
-                Error::adapter(&path, text.join("; "), hints.join("; "))
-            })?;
+            let attached = filled.attach(&config.spec, 0);
+            report.warnings = attached.map_err(|problems| unfit(&path, problems))?;
         }
         None => drop(run_of(decoder, run, dir)?),
     }
@@ -355,21 +352,6 @@ pub(super) fn unfit(path: &Path, problems: Vec<Problem>) -> Error {
     let mut hints: Vec<String> = problems.into_iter().map(|p| p.hint).filter(|h| !h.is_empty()).collect();
     hints.dedup();
     Error::adapter(path, text.join("; "), hints.join("; "))
-}
-
-/// An attached run takes only an adapter of the same ranks, scales and targets.
-fn agree(attached: &Run, config: &AdapterConfig, decoder: &Decoder, path: &Path) -> Result<()> {
-    let found = crate::model::resolve(&config.spec, &decoder.modules());
-    let same = found.is_ok_and(|f| f.modules == attached.modules && f.saved == attached.saved);
-    if same {
-        return Ok(());
-    }
-    let (got, want) = (&config.spec, &attached.spec);
-    let message = format!(
-        "the adapter has r {}, alpha {} and targets {:?}; this run has rank {}, alpha {} and {:?}",
-        got.rank, got.alpha, got.target_modules, want.rank, want.alpha, want.target_modules
-    );
-    Err(Error::adapter(path, message, "set `model.lora` to the adapter's values"))
 }
 
 /// A warning where an adapter names another base than `base`.

@@ -17,6 +17,7 @@ use crate::config::{DataConfig, OptimKind, Plan, SftConfig};
 use crate::data::{ChatTokenizer, DataReport};
 use crate::device::{Selected, compute_dtype, free_bytes, select};
 use crate::error::Problem;
+use crate::export::check_start;
 use crate::model::{HfConfig, LoraSpec, Sizes, check_weights, sizes, untrained_tokens};
 use crate::report::{Event, Report, gib};
 use crate::{Error, Result, hub, ops};
@@ -86,7 +87,7 @@ impl Ground {
             folder.start(config)
         })?;
         warn(report, full_without_ckpt(config));
-        setup::init_adapter(config)?;
+        let adapter = setup::init_adapter(config)?;
         warn(report, selected.warning.clone());
 
         // ---- model ----
@@ -100,6 +101,9 @@ impl Ground {
         let spec = config.model.lora.as_ref().map(LoraSpec::from_config);
         let sizes = sizes(&hf, spec.as_ref(), &selected.device)?;
         warn(report, sizes.warnings.clone());
+        if let (Start::Fresh, Some(adapter), Some(spec)) = (&start, &adapter, &spec) {
+            warn(report, check_start(adapter, spec, &hf)?);
+        }
         let weights = check_weights(&base, &selected.device)?;
         warn(report, weights.is_none().then(|| no_weights(config)));
         let has_weights = weights.is_some();

@@ -80,8 +80,8 @@ impl Run {
         #[rustfmt::skip]
         let Ground { folder, mut locks, start, selected, base, data, samples, keys, begun, max_steps, schedule, .. } = ground;
         if let (Start::Fresh, Some(adapter)) = (&start, setup::init_adapter(&config)?) {
-            let loaded = export::load_adapter(model, index, &adapter)?;
-            loaded.warnings.into_iter().for_each(|warning| report.event(&Event::Warning(warning)));
+            // What it warns of, the survey has told.
+            export::load_adapter(model, index, &adapter)?;
             report.event(&Event::Note(format!("starts from the adapter `{}`", adapter.display())));
         }
         if let Start::Resume { path, .. } = &start {
