@@ -65,6 +65,26 @@ pub struct Destination {
     pub message: String,
 }
 
+impl Destination {
+    /// Whether a repository and a branch can be called so; nobody is asked.
+    ///
+    /// # Errors
+    /// They can't.
+    pub fn check(&self) -> Result<()> {
+        self.repository().map(drop)
+    }
+
+    fn repository(&self) -> Result<Repo> {
+        let revision = self.revision.as_ref();
+        let name = revision.map_or(self.repo.clone(), |revision| format!("{}@{revision}", self.repo));
+        Repo::parse(Kind::Model, &name).ok_or_else(|| Error::Usage {
+            message: format!("`{name}` can't be a repository's name"),
+            hint: "wanted `--repo OWNER/NAME` of letters, digits, `-`, `_` and `.`, and a branch in `--revision`"
+                .into(),
+        })
+    }
+}
+
 /// What a push came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
@@ -83,12 +103,7 @@ pub struct Pushed {
 /// A name that no repository can have, `HF_HUB_OFFLINE`, no token or right, whatever else the hub refuses, and a
 /// connection that can't be had.
 pub fn push(upload: &Upload, to: &Destination) -> Result<Pushed> {
-    let name = to.revision.as_ref().map_or(to.repo.clone(), |revision| format!("{}@{revision}", to.repo));
-    let repo = Repo::parse(Kind::Model, &name).ok_or_else(|| Error::Usage {
-        message: format!("`{name}` can't be a repository's name"),
-        hint: "wanted `--repo OWNER/NAME` of letters, digits, `-`, `_` and `.`, and a branch in `--revision`"
-            .into(),
-    })?;
+    let repo = to.repository()?;
     if offline() {
         let message = "`HF_HUB_OFFLINE` is set: nothing is pushed".into();
         return Err(Error::Hub { message, hint: "unset `HF_HUB_OFFLINE`".into() });

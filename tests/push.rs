@@ -91,6 +91,21 @@ fn a_dry_run_asks_nobody() {
 }
 
 #[test]
+fn a_name_that_no_repository_can_have_is_refused_before_anything() {
+    let (server, dir) = (Server::new(&[]), RunDir::new());
+    let adapter = adapter(&dir);
+    for repo in ["me/cap tain", "me", "a/b/c", "", "https://huggingface.co/me/x", "../x/y"] {
+        for more in [&["--dry-run"][..], &[]] {
+            let ran = push(&dir, &server, &[&[adapter, "--repo", repo], more].concat()).fails(2);
+            let ran = ran.says(&["can't be a repository's name", "OWNER/NAME"]);
+            assert!(ran.stdout.is_empty(), "{repo}: {}", ran.all());
+        }
+    }
+    push(&dir, &server, &[adapter, "--repo", REPO, "--dry-run", "--revision", "a b"]).fails(2);
+    assert!(server.asked("").is_empty());
+}
+
+#[test]
 fn a_branch_is_made_and_main_stays() {
     let (server, dir) = (Server::new(&[("old.md", "x")]), RunDir::new());
     let adapter = adapter(&dir);

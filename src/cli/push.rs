@@ -42,9 +42,17 @@ pub(super) struct PushArgs {
 /// Says what goes and what stays, and sends it.
 ///
 /// # Errors
-/// Nothing there to push, something that looks like a secret, or what the hub says.
+/// A name that no repository can have, nothing there to push, something that looks like a secret, or what the hub says.
 pub(super) fn run(args: &PushArgs) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
+    let to = Destination {
+        repo: args.repo.clone(),
+        private: args.private,
+        revision: args.revision.clone(),
+        message: args.message.clone(),
+    };
+    // A dry run is to find what the push would stumble over.
+    to.check()?;
     if !args.dir.is_dir() {
         return Err(Error::model(&args.dir, "there is no such folder", "name an adapter, a model or a run"));
     }
@@ -54,12 +62,6 @@ pub(super) fn run(args: &PushArgs) -> Result<()> {
     if args.dry_run {
         return print("dry run: nothing was sent");
     }
-    let to = Destination {
-        repo: args.repo.clone(),
-        private: args.private,
-        revision: args.revision.clone(),
-        message: args.message.clone(),
-    };
     let pushed = hub::push(&upload, &to)?;
     let sent = mib(pushed.sent);
     print_after(&format!("Pushed: {} (commit {}, {sent} of large files sent)", pushed.url, pushed.commit));
