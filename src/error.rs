@@ -124,6 +124,9 @@ pub enum Error {
         /// How to mend it.
         hint: String,
     },
+    /// Several at once, none of which follows from another; each with its hint.
+    #[error("{} problems\n{}", .0.len(), lines(.0))]
+    Several(Vec<Problem>),
     /// A file could not be read or written.
     #[error("{}: cannot {doing}", .path.display())]
     Io {
@@ -245,6 +248,24 @@ impl Error {
         }
     }
 
+    /// The same, told after what was found before it and didn't end the search.
+    #[must_use]
+    pub fn after(self, first: Option<Self>) -> Self {
+        match first {
+            Some(first) => Error::Several([first.into_problems(), self.into_problems()].concat()),
+            None => self,
+        }
+    }
+
+    fn into_problems(self) -> Vec<Problem> {
+        let hint = self.hint().unwrap_or_default();
+        let cause = std::error::Error::source(&self).map(|cause| format!(": {cause}")).unwrap_or_default();
+        match self {
+            Error::Config(problems) | Error::Several(problems) => problems,
+            other => vec![Problem { place: String::new(), message: format!("{other}{cause}"), hint }],
+        }
+    }
+
     /// The sentence that says how to mend it, if there is one.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
@@ -260,7 +281,7 @@ impl Error {
             | Error::Interrupted { hint, .. } => hint.clone(),
             Error::Io { path, doing, source } => io_hint(path, doing, source).into(),
             // Each problem carries its own hint.
-            Error::Config(_) => String::new(),
+            Error::Config(_) | Error::Several(_) => String::new(),
         };
         (!hint.is_empty()).then(|| in_one_style(&hint))
     }

@@ -40,6 +40,30 @@ fn a_folder_in_use_or_unwritable_is_refused_by_both() {
 }
 
 #[test]
+fn check_tells_the_rest_when_another_run_has_saved_here() {
+    let dir = RunDir::new();
+    dir.sft(&[]).succeeds();
+    let check = |args: &[&str]| dir.run(&[&["check", "@", "run.toml"], args].concat()).fails(1);
+    let saved = "another run has saved here, and nothing is overwritten";
+    let known = ["Model: ", "Data: 8 of 8 rows", "Memory of a device", "Verdict: it can't start", saved];
+    check(&[]).says(&known).says(&["error: out/", "hint: resume it"]);
+    check(&["--fit", "--memory", "1GiB"]).says(&known).says(&["micro_batch_size"]);
+    for (key, name) in [("--data.name", "nowhere.jsonl"), ("--model.name", "./nowhere")] {
+        let wrong = ["error: 2 problems", saved, "hint: resume it", "nowhere"];
+        check(&[key, name]).says(&wrong);
+        let sft = dir.sft(&[key, name]).fails(1).says(&[saved]);
+        assert!(!sft.stderr.contains("problems"), "{}", sft.all());
+    }
+    // Runs over one base: each is looked at.
+    let runs = "\n[[runs]]\nname = \"a\"\n[[runs]]\nname = \"b\"\n";
+    let text = dir.text("run.toml").replace("\"out\"", "\"several\"") + runs;
+    dir.write("runs.toml", &text);
+    dir.run(&["sft", "@", "runs.toml"]).succeeds();
+    let ran = dir.run(&["check", "@", "runs.toml"]).fails(1).says(&["Run a", "Run b", "error: 2 problems"]);
+    assert_eq!(ran.stdout.matches("Verdict: it can't start").count(), 2, "{}", ran.all());
+}
+
+#[test]
 fn a_checkpoint_that_does_not_fit_is_refused_by_both() {
     let dir = RunDir::new();
     dir.sft(&[]).succeeds();
@@ -48,7 +72,13 @@ fn a_checkpoint_that_does_not_fit_is_refused_by_both() {
     check(&[]).succeeds().says(&["4 in all, 2 of them done", "ready to train"]);
     let other = |args: &[&'static str]| [&resume[..], args].concat();
     both_refuse(&dir, &other(&["--model.lora.rank", "8"]), &["`model.lora.rank`"]);
+    both_refuse(&dir, &other(&["--model.lora.alpha", "9"]), &["`model.lora.alpha`"]);
+    both_refuse(&dir, &other(&["--optim.type", "sgd"]), &["`optim.type`"]);
     both_refuse(&dir, &other(&["--data.seed", "5"]), &["not those of the checkpoint"]);
+    both_refuse(&dir, &other(&["--data.seq-len", "48"]), &["not those of the checkpoint"]);
+    check(&["--seed", "5", "--optim.lr", "0.5"])
+        .succeeds()
+        .says(&["`seed`: the checkpoint has", "`optim.lr`"]);
     let done = dir.run(&["check", "@", "run.toml", "--ckpt.resume-step", "-1"]).succeeds();
     done.says(&["nothing to do: 2 steps are done"]);
     std::fs::write(dir.path("out/checkpoints/step_2/trainable.safetensors"), "cut").unwrap();

@@ -24,12 +24,19 @@ pub(super) fn check(args: &[String]) -> Result<()> {
         false => print(&describe(&differences).join("\n"))?,
     }
     if runs.is_empty() {
-        return print(&find_out(&config, options.asked)?.to_string());
+        let found = find_out(&config, options.asked)?;
+        print(&found.to_string())?;
+        return found.in_the_way.map_or(Ok(()), Err);
     }
+    let mut in_the_way: Option<Error> = None;
     for run in &runs {
-        print(&format!("\nRun {}\n{}", run.name, find_out(&run.config, options.asked)?))?;
+        let found = find_out(&run.config, options.asked).map_err(|error| error.after(in_the_way.take()))?;
+        print(&format!("\nRun {}\n{found}", run.name))?;
+        if let Some(error) = found.in_the_way {
+            in_the_way = Some(error.after(in_the_way));
+        }
     }
-    Ok(())
+    in_the_way.map_or(Ok(()), Err)
 }
 
 impl Options {

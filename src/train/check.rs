@@ -15,7 +15,7 @@ use crate::report::{Event, Report, RunInfo, StepMetrics, Summary, gib, thousands
 use crate::{Error, Result};
 
 /// What [`check`] found.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Checked {
     /// The model's name, and the device it would be trained on.
     pub model: String,
@@ -39,6 +39,8 @@ pub struct Checked {
     pub free: Option<u64>,
     /// The largest micro-batch that fits, where that was asked.
     pub fit: Option<Fit>,
+    /// Why the run can't begin in its folder, as it stands; all else is told as if the folder were empty.
+    pub in_the_way: Option<Error>,
     /// What the user should know before training.
     pub warnings: Vec<String>,
 }
@@ -56,7 +58,8 @@ pub struct Asked {
 ///
 /// # Errors
 /// What would keep the run from starting; too little memory only where it isn't asked what fits. A device that doesn't
-/// say what is free, where what fits is asked without a number.
+/// say what is free, where what fits is asked without a number. A folder that can't be used as it is comes in
+/// [`Checked::in_the_way`], or before the other error, in one with it.
 pub fn check(config: &SftConfig, asked: Asked) -> Result<Checked> {
     check_folders(config)?;
     let plan = Plan::new(config, World::of(config)?.ranks())?;
@@ -68,9 +71,10 @@ pub fn check(config: &SftConfig, asked: Asked) -> Result<Checked> {
         let message = format!("`{}` doesn't say how much memory is free", found.selected.name);
         Error::device(message, "say it: `check --fit --memory 24GiB`")
     };
-    let fit = match asked.fit {
-        true => Some(found.room.fit(found.free.ok_or_else(unknown)?)),
-        false => None,
+    let fit = match (asked.fit, found.free) {
+        (true, None) => return Err(unknown().after(found.in_the_way)),
+        (true, Some(free)) => Some(found.room.fit(free)),
+        (false, _) => None,
     };
     let dtype = format!("{:?}", found.dtype).to_lowercase();
     Ok(Checked {
@@ -85,6 +89,7 @@ pub fn check(config: &SftConfig, asked: Asked) -> Result<Checked> {
         memory: found.room.memory(found.room.rows),
         fit,
         free: found.free,
+        in_the_way: found.in_the_way,
         warnings: warnings.0,
     })
 }
@@ -177,6 +182,9 @@ impl Checked {
             1 => ", with a warning".into(),
             n => format!(", with {n} warnings"),
         };
+        if let Some(error) = &self.in_the_way {
+            return format!("it can't start{warnings}: {error}");
+        }
         if let Some(why) = setup::nothing_to_do(self.done, self.steps) {
             return format!("{why}{warnings}");
         }

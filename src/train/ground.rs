@@ -39,6 +39,8 @@ pub(super) enum Purpose {
 /// Everything but the model.
 pub(super) struct Ground {
     pub folder: RunFolder,
+    /// Why the run can't begin in its folder; only for [`Purpose::Check`], which goes on as if it were empty.
+    pub in_the_way: Option<Error>,
     /// No other run writes to the folder while this one lives.
     pub locks: Locks,
     pub start: Start,
@@ -74,7 +76,6 @@ impl Ground {
         report: &mut dyn Report,
         stop: &StopFlag,
     ) -> Result<Self> {
-        // ---- device and folder ----
         let selected = select(&plan.device)?;
         let dtype = compute_dtype(&selected, &config.model.dtype)?;
         check_moments(&config.optim.kind, &selected)?;
@@ -85,7 +86,28 @@ impl Ground {
             folder.check_writable()?;
             locks = Locks::of_existing(&folder)?;
             folder.start(config)
-        })?;
+        });
+        let (start, in_the_way) = match (start, purpose) {
+            (Err(error @ Error::Checkpoint { .. }), Purpose::Check { .. }) => (Start::Fresh, Some(error)),
+            (start, _) => (start?, None),
+        };
+        let place = (selected, dtype, folder, locks, start);
+        match Self::stand(place, config, plan, purpose, ranks, report, stop) {
+            Ok(ground) => Ok(Self { in_the_way, ..ground }),
+            Err(error) => Err(error.after(in_the_way)),
+        }
+    }
+
+    /// The rest, once it is clear where the run computes and where it begins.
+    fn stand(
+        (selected, dtype, folder, locks, start): (Selected, DType, RunFolder, Locks, Start),
+        config: &SftConfig,
+        plan: &Plan,
+        purpose: Purpose,
+        ranks: &mut Ranks,
+        report: &mut dyn Report,
+        stop: &StopFlag,
+    ) -> Result<Self> {
         warn(report, full_without_ckpt(config));
         let adapter = setup::init_adapter(config)?;
         warn(report, selected.warning.clone());
@@ -139,8 +161,8 @@ impl Ground {
         let schedule = setup::schedule(config, &begun, max_steps)?;
         #[rustfmt::skip]
         let ground = Self {
-            folder, locks, start, selected, dtype, base, has_weights, sizes, room, free, data, samples, keys, begun,
-            max_steps, schedule,
+            folder, in_the_way: None, locks, start, selected, dtype, base, has_weights, sizes, room, free, data,
+            samples, keys, begun, max_steps, schedule,
         };
         Ok(ground)
     }
