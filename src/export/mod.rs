@@ -24,6 +24,7 @@ pub use fold::fold_scaling;
 pub use lint::{Finding, Lint, SERVERS, Server, Verdict, lint};
 pub use merge::{MergeReport, merge, merge_as};
 pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter, save_adapter_with_card};
+pub(crate) use peft::{is_base, named_base};
 
 use crate::error::{Error, Result};
 use crate::model::{Decoder, decode, read_json_object};
