@@ -18,6 +18,7 @@ mod again;
 mod bench;
 mod check;
 mod completions;
+mod folders;
 mod generate;
 mod launch;
 mod lint;

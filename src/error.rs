@@ -114,6 +114,12 @@ pub enum Error {
         /// How to mend it.
         hint: String,
     },
+    /// A model whose output isn't a number.
+    #[error("the model's output isn't a number: the weights of {of} hold NaN or inf, or overflow")]
+    NotANumber {
+        /// Whose weights.
+        of: String,
+    },
     /// Another of the ranks that train together failed, so this one stops too.
     #[error("rank {rank}: {message}")]
     Rank {
@@ -279,6 +285,10 @@ impl Error {
             | Error::Train { hint, .. }
             | Error::Rank { hint, .. }
             | Error::Interrupted { hint, .. } => hint.clone(),
+            Error::NotANumber { .. } => {
+                "train or download them again; `float16` overflows where `bfloat16` and `float32` don't"
+                    .into()
+            }
             Error::Io { path, doing, source } => io_hint(path, doing, source).into(),
             // Each problem carries its own hint.
             Error::Config(_) | Error::Several(_) => String::new(),

@@ -148,6 +148,32 @@ fn what_cannot_be_answered_is_an_error() {
 }
 
 #[test]
+fn an_output_that_is_no_number_is_an_error() {
+    let model = with_adapters(tiny());
+    let broken = |value: Tensor<1>| value.clone().inner() * f32::NAN;
+    let values = model.trainable_values().into_iter().map(broken).collect();
+    let model = model.set_trainable(values);
+    for temperature in [0.0, 1.0] {
+        let sampling = Sampling { max_tokens: 4, temperature, ..Sampling::default() };
+        let error = model.generate(&[vec![5]], 0, &sampling, &mut |_, _| panic!("a token")).unwrap_err();
+        assert!(error.to_string().contains("the model's output isn't a number"), "{error}");
+    }
+    // The command names whose weights they are.
+    let dir = RunDir::new();
+    let train = ["sft", "--max-steps", "1", "--device", "flex", "--output-dir", "out", "--val", "None"];
+    dir.run(&train).succeeds();
+    let folder = "out/weights/step_1/lora_adapters";
+    let file = format!("{folder}/adapter_model.safetensors");
+    let mut bytes = dir.bytes(&file);
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(dir.path(&file), bytes).unwrap();
+    let ask = ["generate", "--model", "embertune/tiny", "--device", "flex", "--adapter", "out", "x"];
+    let ran = dir.run(&ask).fails(1).says(&["NaN", folder]);
+    assert!(ran.stdout.is_empty(), "{}", ran.all());
+}
+
+#[test]
 fn text_comes_in_whole_characters_and_ends_before_a_stop_text() {
     let dir = hub::model_dir("embertune/tiny").expect("it is compiled in");
     let tokenizer = Arc::new(ChatTokenizer::load(&dir, &TokenizerConfig::default()).unwrap());
@@ -238,6 +264,29 @@ fn the_command_answers_with_an_adapter_and_in_a_conversation() {
         dir.run(&[&base[..], more].concat()).fails(2).says(&[word]);
     };
     usage(&["--temperature=-1", "x"], "--temperature");
+    usage(&["--temperature", "-1", "x"], "`--temperature` is -1");
+    usage(&["--top-p", "-0.5", "x"], "`--top-p` is -0.5");
+    usage(&["--top-k", "-1", "x"], "wanted a whole number above 0");
+    usage(&["--seed", "-1", "x"], "wanted a whole number, 0 or more");
+    usage(&["--stop", "", "x"], "hint: leave it out");
+    usage(&["one", ""], "prompt 2 is empty");
+    let fails =
+        |more: &[&str], words: &[&str]| drop(dir.run(&[&base[..], more].concat()).fails(1).says(words));
+    fails(&["--adapter", "nope", "x"], &["nope: there is no such folder", "the folder of a PEFT adapter"]);
+    dir.run(&["generate", "--model", "out", "x"]).fails(1).says(&["the folder of a run", "--adapter out`"]);
+    let merge = ["merge", "--base", "embertune/tiny", "--adapter", "nope", "--out", "merged"];
+    dir.run(&merge).fails(1).says(&["nope: there is no such folder", "the folder of a PEFT adapter"]);
+    // An adapter of another model.
+    let other = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/adapters/plain");
+    std::fs::create_dir(dir.path("other")).unwrap();
+    std::fs::copy(other.join("adapter_model.safetensors"), dir.path("other/adapter_model.safetensors"))
+        .unwrap();
+    let config = std::fs::read_to_string(other.join("adapter_config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["base_model_name_or_path"] = "someone/else".into();
+    dir.write("other/adapter_config.json", &config.to_string());
+    let first = "the adapter was made for `someone/else`, and `--model` is `embertune/tiny`: ";
+    fails(&["--adapter", "other", "x"], &[first, "hint: set `--model someone/else`"]);
     usage(&["--top-p", "0.5", "x"], "nothing is drawn");
     usage(&["--json"], "`--json` without a prompt");
     usage(&["--json", "--chat"], "--chat");

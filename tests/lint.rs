@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+mod common;
+
+use common::run::RunDir;
 use embertune::export::{Lint, SERVERS, Verdict, fold_scaling, lint};
 use safetensors::SafeTensors;
 
@@ -143,6 +146,31 @@ fn what_a_server_has_to_be_told_is_noted() {
     std::fs::write(other.path().join("config.json"), wider).unwrap();
     let found = lint(&folder("plain"), Some(other.path())).unwrap();
     assert_eq!(letters(&found), "RRRR", "{found:?}");
+}
+
+#[test]
+fn the_command_wants_an_adapter_and_a_model_as_its_base() {
+    let dir = RunDir::new();
+    let [plain, base, broken] =
+        ["plain", "base", "no_weights"].map(|name| folder(name).display().to_string());
+    let lint = |args: &[&str]| dir.run(&[&["lint"], args].concat());
+    dir.write("plan", "a file");
+    for (named, what) in [("nope", "no such folder"), ("plan", "a file"), (&base, "this is a model")] {
+        let ran = lint(&[named]).fails(1).says(&[
+            named,
+            what,
+            "`adapter_config.json`",
+            "the folder of a PEFT adapter",
+        ]);
+        assert!(ran.stdout.is_empty(), "{}", ran.all());
+    }
+    lint(&[&plain, "--base", "nope"]).fails(1).says(&["`--base`: nope not found"]);
+    lint(&[&plain, "--base", &plain])
+        .fails(1)
+        .says(&["`--base`: this is an adapter, wanted a model", "hint: "]);
+    // What servers refuse of a real one is a report.
+    lint(&[&broken]).succeeds().says(&["refuses it"]);
+    lint(&[&plain, "--base", &base]).succeeds().says(&["takes it as it is"]);
 }
 
 /// Each module's s·B·A, row-major, by its name.

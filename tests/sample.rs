@@ -143,3 +143,12 @@ fn what_cannot_be_asked_is_told_before_the_first_step() {
         .fails(2)
         .says(&["wanted 1 to 64"]);
 }
+
+#[test]
+fn answers_of_a_model_whose_weights_overflow_are_left_out() {
+    let dir = RunDir::new();
+    dir.write("asked.toml", &format!("{}{SAMPLE}", dir.text("run.toml")));
+    dir.write("prompts.jsonl", PROMPTS);
+    let ran = sft(&dir, "asked.toml", "out", &["--max-steps", "1", "--optim.lr", "1e38"]).succeeds();
+    ran.says(&["`[sample]` after step 1 has no answers: the model's output isn't a number"]);
+}

@@ -1,19 +1,20 @@
 //! `embertune generate`: answers of a model, with an adapter or without, to prompts or in a conversation.
 
 use std::io::{self, BufRead, IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use burn::tensor::{DType, Tensor};
 use clap::Args;
 use serde_json::json;
 use tracing::Level;
 
-use crate::checkpoint::find_adapter;
+use super::folders;
 use crate::config::{DeviceSpec, SampleConfig, TokenizerConfig};
 use crate::data::{ChatTokenizer, Conversation, Prompt};
 use crate::model::{Answer, Decoder, Heard, Pace, Speaker};
 use crate::report::{LineFormat, log};
-use crate::{Error, Result, device, export, hub};
+use crate::{Error, Result, device, export};
 
 /// What answers, and how.
 #[derive(Debug, Args)]
@@ -46,25 +47,25 @@ pub(super) struct GenerateArgs {
     #[arg(long, value_name = "JSON", conflicts_with = "raw")]
     chat_template_kwargs: Option<String>,
     /// Most tokens of an answer.
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive, allow_negative_numbers = true)]
     max_new_tokens: usize,
     /// 0 takes the most likely token each time.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f64,
     /// Draw from the most likely tokens that have this much of the probability together.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f64,
     /// Draw from so many of the most likely tokens.
-    #[arg(long, value_parser = positive)]
+    #[arg(long, value_parser = positive, allow_negative_numbers = true)]
     top_k: Option<usize>,
     /// Of the drawing.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole, allow_negative_numbers = true)]
     seed: u64,
     /// A text or token that ends an answer, beside the model's own; as often as needed.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Prompts that are answered at once.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive, allow_negative_numbers = true)]
     batch_size: usize,
     /// A line of JSON an answer.
     #[arg(long, conflicts_with = "chat")]
@@ -84,6 +85,10 @@ fn positive(text: &str) -> std::result::Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "wanted a whole number above 0".into())
 }
 
+fn whole(text: &str) -> std::result::Result<u64, String> {
+    text.parse().map_err(|_| "wanted a whole number, 0 or more".into())
+}
+
 /// Answers the prompts, or talks.
 ///
 /// # Errors
@@ -100,7 +105,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
             hint: "name what is asked, or a file of it: `--prompts`".into(),
         });
     }
-    let base = hub::model_dir(&args.model)?;
+    let base = folders::model_dir(&args.model, "--model")?;
+    let adapter = args.adapter.as_deref().map(folders::adapter_dir).transpose()?;
     let (name, chat_template) = (args.tokenizer.clone(), args.chat_template.clone());
     let settings = TokenizerConfig { name, chat_template, ..TokenizerConfig::default() };
     let tokenizer = Arc::new(ChatTokenizer::load(&base, &settings)?);
@@ -109,8 +115,9 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         let hint = "name one with `--chat-template FILE`, or a prompt to go on with: `embertune generate … \"Once\"`";
         return Err(Error::model(tokenizer.dir(), message, hint));
     }
-    let talker =
-        Talker { model: args.load(&base)?, speaker: Speaker::new(&config, tokenizer)?, json: args.json };
+    let speaker = Speaker::new(&config, tokenizer)?;
+    let model = args.load(&base, adapter.as_deref())?;
+    let talker = Talker { model, speaker, json: args.json, from: (base, adapter) };
     if talks {
         return talker.talk(args.system.as_deref(), &args.asked);
     }
@@ -122,35 +129,73 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
 
 impl GenerateArgs {
     fn sampling(&self) -> Result<SampleConfig> {
-        let (temperature, top_p) = (self.temperature, self.top_p);
-        let message = if !(temperature >= 0.0 && temperature.is_finite() && top_p > 0.0 && top_p <= 1.0) {
-            format!("`--temperature` is {temperature}, `--top-p` is {top_p}")
-        } else if temperature == 0.0 && (top_p < 1.0 || self.top_k.is_some()) {
-            "`--top-p` and `--top-k` limit what is drawn, but `--temperature` is 0: nothing is drawn".into()
-        } else if self.stop.iter().any(String::is_empty) {
-            "`--stop` is empty: every answer would end at once".into()
-        } else {
-            return Ok(SampleConfig {
-                prompts: if self.chat { vec![] } else { self.asked.clone() },
-                file: self.prompts.clone(),
-                system: self.system.clone(),
-                chat_template_kwargs: self.chat_template_kwargs.clone(),
-                raw: self.raw,
-                batch_size: self.batch_size,
-                max_new_tokens: self.max_new_tokens,
-                temperature,
-                top_p,
-                top_k: self.top_k,
-                stop: self.stop.clone(),
-                seed: self.seed,
-                ..SampleConfig::default()
-            });
-        };
-        let hint = "a temperature is 0 or more (0 draws nothing), `--top-p` above 0 and at most 1".into();
-        Err(Error::Usage { message, hint })
+        if let Some((message, hint)) = self.out_of_range().or_else(|| self.empty()) {
+            return Err(Error::Usage { message, hint: hint.into() });
+        }
+        Ok(SampleConfig {
+            prompts: if self.chat { vec![] } else { self.asked.clone() },
+            file: self.prompts.clone(),
+            system: self.system.clone(),
+            chat_template_kwargs: self.chat_template_kwargs.clone(),
+            raw: self.raw,
+            batch_size: self.batch_size,
+            max_new_tokens: self.max_new_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            stop: self.stop.clone(),
+            seed: self.seed,
+            ..SampleConfig::default()
+        })
     }
 
-    fn load(&self, base: &std::path::Path) -> Result<Decoder> {
+    fn out_of_range(&self) -> Fault {
+        let (temperature, top_p) = (self.temperature, self.top_p);
+        if !(temperature >= 0.0 && temperature.is_finite() && top_p > 0.0 && top_p <= 1.0) {
+            let message = format!("`--temperature` is {temperature}, `--top-p` is {top_p}");
+            return Some((
+                message,
+                "a temperature is 0 or more (0 draws nothing), `--top-p` above 0 and at most 1",
+            ));
+        }
+        let in_vain = temperature == 0.0 && (top_p < 1.0 || self.top_k.is_some());
+        in_vain.then(|| {
+            let message =
+                "`--top-p` and `--top-k` limit what is drawn, but `--temperature` is 0: nothing is drawn";
+            (message.into(), "set `--temperature 0.7`, or leave them out")
+        })
+    }
+
+    fn empty(&self) -> Fault {
+        if self.stop.iter().any(String::is_empty) {
+            let message = "`--stop` is empty: every answer would end at once";
+            return Some((message.into(), "leave it out, or name a text or token that ends an answer"));
+        }
+        let prompt = self.asked.iter().position(String::is_empty)?;
+        let hint = "name what the model is to answer: `embertune generate … \"What is a tide?\"`";
+        Some((format!("prompt {} is empty", prompt + 1), hint))
+    }
+
+    /// An adapter of another model doesn't fit in many places: what they come from is told first.
+    fn about_base(&self, error: Error, base: &Path, adapter: &Path) -> Error {
+        let named = export::named_base(adapter).filter(|named| !export::is_base(named, base));
+        match (error, named) {
+            (Error::Adapter { path, message, .. }, Some(named)) => {
+                let message = format!(
+                    "the adapter was made for `{named}`, and `--model` is `{}`: {message}",
+                    self.model
+                );
+                Error::adapter(
+                    path,
+                    message,
+                    format!("set `--model {named}`, or name an adapter of this model"),
+                )
+            }
+            (error, _) => error,
+        }
+    }
+
+    fn load(&self, base: &Path, adapter: Option<&Path>) -> Result<Decoder> {
         let spec = DeviceSpec::parse(&self.device).map_err(|problem| Error::Config(vec![problem]))?;
         let selected = device::select(&spec)?;
         if let Some(warning) = &selected.warning {
@@ -158,13 +203,17 @@ impl GenerateArgs {
         }
         let dtype = device::compute_dtype(&selected, &self.dtype)?;
         let mut model = Decoder::load(base, dtype, &selected.device, &mut |_, _| {})?;
-        if let Some(adapter) = &self.adapter {
-            let found = export::load_adapter(&mut model, 0, &find_adapter(adapter)?)?;
+        if let Some(adapter) = adapter {
+            let found = export::load_adapter(&mut model, 0, adapter);
+            let found = found.map_err(|error| self.about_base(error, base, adapter))?;
             found.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         }
         Ok(model)
     }
 }
+
+/// That a limit of the command line doesn't hold, and what mends it; nothing where all do.
+type Fault = Option<(String, &'static str)>;
 
 /// Whether someone still reads.
 fn say(text: &str) -> Result<bool> {
@@ -181,6 +230,8 @@ struct Talker {
     model: Decoder,
     speaker: Speaker,
     json: bool,
+    /// Where the model and its adapter lie.
+    from: (PathBuf, Option<PathBuf>),
 }
 
 impl Talker {
@@ -202,9 +253,32 @@ impl Talker {
                 false
             }
         };
-        let (_, pace) = self.speaker.answer(&self.model, 0, &ids, &mut heard)?;
+        let (_, pace) = self.ask(&ids, &mut heard)?;
         tracing::info!("{}", speed(&pace));
         failed.map_or(Ok(()), Err)
+    }
+
+    fn ask(
+        &self,
+        prompts: &[Vec<u32>],
+        heard: &mut dyn FnMut(usize, Heard<'_>) -> bool,
+    ) -> Result<(Vec<Answer>, Pace)> {
+        let answered = self.speaker.answer(&self.model, 0, prompts, heard);
+        answered.map_err(|error| match error {
+            Error::NotANumber { .. } => Error::NotANumber { of: self.broken().display().to_string() },
+            error => error,
+        })
+    }
+
+    /// Whose weights are to blame for an output that isn't a number.
+    fn broken(&self) -> &Path {
+        let is_number = |values: Tensor<1>| {
+            values.cast(DType::F32).into_data().iter::<f32>().all(|value| value.is_finite())
+        };
+        match &self.from.1 {
+            Some(adapter) if !self.model.trainable_values().into_iter().all(is_number) => adapter,
+            _ => &self.from.0,
+        }
     }
 
     fn encode(&self, prompt: &Prompt) -> Result<std::result::Result<Vec<u32>, String>> {
@@ -265,7 +339,7 @@ impl Talker {
             }
             read && failed.is_none()
         };
-        let (answers, _) = self.speaker.answer(&self.model, 0, &[ids], &mut heard)?;
+        let (answers, _) = self.ask(&[ids], &mut heard)?;
         if let Some(error) = failed {
             return Err(error);
         }

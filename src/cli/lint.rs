@@ -4,10 +4,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::print;
-use crate::checkpoint::find_adapter;
+use super::{folders, print};
 use crate::export::{self, Lint, SERVERS, Server, Verdict};
-use crate::{Error, Result, hub};
+use crate::{Error, Result};
 
 /// What to look at.
 #[derive(Debug, Args)]
@@ -34,10 +33,10 @@ fn server(name: &str) -> std::result::Result<Server, String> {
 /// Prints a table and what is behind it.
 ///
 /// # Errors
-/// A server of `--for` doesn't take the adapter as it is; it can't be folded.
+/// No adapter, no base; a server of `--for` doesn't take the adapter as it is; it can't be folded.
 pub(super) fn run(args: &LintArgs) -> Result<()> {
-    let adapter = &find_adapter(&args.adapter)?;
-    let base = args.base.as_deref().map(hub::model_dir).transpose()?;
+    let adapter = &folders::adapter_dir(&args.adapter)?;
+    let base = args.base.as_deref().map(|base| folders::model_dir(base, "--base")).transpose()?;
     let lint = export::lint(adapter, base.as_deref())?;
     print(&text(&lint))?;
     if let Some(out) = &args.fold_scaling {

@@ -5,11 +5,10 @@ use std::path::Path;
 use burn::tensor::DType;
 use tracing::Level;
 
-use super::print_after;
-use crate::checkpoint::find_adapter;
+use super::{folders, print_after};
 use crate::report::LineFormat;
 use crate::report::log;
-use crate::{Error, Result, export, hub};
+use crate::{Error, Result, export};
 
 pub(super) fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>) -> Result<()> {
     log::init(Level::INFO, LineFormat::Text, None);
@@ -18,11 +17,11 @@ pub(super) fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>)
         let hint = "name another folder with `--out`, or delete this one";
         return Err(Error::model(out, "`--out` is there already, and nothing is overwritten", hint));
     }
-    let found = find_adapter(adapter)?;
+    let found = folders::adapter_dir(adapter)?;
     if found != adapter {
         print_after(&format!("Adapter: {}", found.display()));
     }
-    let base = hub::model_dir(base).map_err(about_base)?;
+    let base = folders::model_dir(base, "--base")?;
     let dtype = dtype.map(|name| match name {
         "float32" => DType::F32,
         "float16" => DType::F16,
@@ -41,14 +40,4 @@ pub(super) fn merge(base: &str, adapter: &Path, out: &Path, dtype: Option<&str>)
         report.largest_rounding
     ));
     Ok(())
-}
-
-/// The base of a merge is named by a flag, not by a key.
-fn about_base(error: Error) -> Error {
-    let named = |message: String| message.replace("`model.name`", "`--base`");
-    match error {
-        Error::Hub { message, hint } => Error::Hub { message: named(message), hint },
-        Error::Model { path, message, hint } => Error::Model { path, message: named(message), hint },
-        other => other,
-    }
 }

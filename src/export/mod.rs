@@ -25,6 +25,7 @@ pub use fold::fold_scaling;
 pub use lint::{Finding, Lint, SERVERS, Server, Verdict, lint};
 pub use merge::{MergeReport, merge, merge_as};
 pub use peft::{AdapterMeta, AdapterReport, PeftStore, load_adapter, save_adapter, save_adapter_with_card};
+pub(crate) use peft::{is_base, named_base};
 pub use start::check_start;
 
 use crate::error::{Error, Result};

@@ -354,10 +354,16 @@ pub(super) fn unfit(path: &Path, problems: Vec<Problem>) -> Error {
     Error::adapter(path, text.join("; "), hints.join("; "))
 }
 
-/// A warning where an adapter names another base than `base`.
-pub(super) fn other_base(adapter: &AdapterConfig, base: &Path) -> Option<String> {
-    let named = adapter.base_model_name_or_path.as_deref()?;
-    let last = named.trim_end_matches('/').rsplit('/').next().filter(|last| !last.is_empty())?;
+/// The base model that an adapter names.
+pub(crate) fn named_base(adapter: &Path) -> Option<String> {
+    AdapterConfig::load(adapter).ok()?.base_model_name_or_path.filter(|name| !name.is_empty())
+}
+
+/// Whether the model in `base` may be the one called `named`.
+pub(crate) fn is_base(named: &str, base: &Path) -> bool {
+    let Some(last) = named.trim_end_matches('/').rsplit('/').next().filter(|last| !last.is_empty()) else {
+        return true;
+    };
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.into());
     // A hub cache holds `models--Qwen--Qwen3-0.6B/snapshots/HASH`.
     let known = whole.iter().any(|part| {
@@ -366,8 +372,14 @@ pub(super) fn other_base(adapter: &AdapterConfig, base: &Path) -> Option<String>
         let unhashed = part.rsplit_once('-').map_or("", |(name, _)| name);
         part == last || [&*part, unhashed].iter().any(|part| part.ends_with(&format!("--{last}")))
     });
-    let same = std::fs::canonicalize(named).is_ok_and(|named| named == whole);
-    (!known && !same).then(|| {
-        format!("the adapter was made for `{named}`; the shapes fit `{}`, the values may not", base.display())
-    })
+    known || std::fs::canonicalize(named).is_ok_and(|named| named == whole)
+}
+
+/// A warning where an adapter names another base than `base`.
+pub(super) fn other_base(adapter: &AdapterConfig, base: &Path) -> Option<String> {
+    let named = adapter.base_model_name_or_path.as_deref().filter(|named| !is_base(named, base))?;
+    Some(format!(
+        "the adapter was made for `{named}`; the shapes fit `{}`, the values may not",
+        base.display()
+    ))
 }

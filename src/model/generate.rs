@@ -75,7 +75,8 @@ impl Decoder {
     /// likely but for rounding, the pass over the whole text at once, whose sums run in another order, may prefer the other.
     ///
     /// # Errors
-    /// An empty prompt, an id beyond the vocabulary, a text longer than the model's positions, no such run.
+    /// An empty prompt, an id beyond the vocabulary, a text longer than the model's positions, no such run; first logits that
+    /// aren't numbers.
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
@@ -99,6 +100,9 @@ impl Decoder {
         }
         let device = self.device();
         let (mut reader, mut logits) = ops::in_series(&device, || Reader::new(self.valid(), run, &texts))?;
+        if !ops::is_finite(logits.clone()) {
+            return Err(Error::NotANumber { of: "the model".into() });
+        }
         loop {
             let chosen = sampling.choose(logits, &mut texts);
             let mut chosen = chosen.into_iter();

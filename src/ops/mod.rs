@@ -55,7 +55,7 @@ mod tape;
 mod tests;
 
 pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
-pub use next_token::{KeyValues, Next, most_likely, next_layer, project_few, prompt_layer};
+pub use next_token::{KeyValues, Next, is_finite, most_likely, next_layer, project_few, prompt_layer};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]

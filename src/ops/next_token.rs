@@ -87,6 +87,12 @@ pub fn project_few(x: Tensor<2>, projection: &Projection) -> Tensor<2> {
     project(x, projection)
 }
 
+/// Whether all elements are numbers. They come to the host for it: a sum of them could overflow by itself.
+pub fn is_finite(logits: Tensor<2>) -> bool {
+    let values = logits.cast(DType::F32).into_data();
+    values.as_slice::<f32>().expect("they were cast to f32").iter().all(|value| value.is_finite())
+}
+
 /// The number of each row's largest element, the first of equals.
 pub fn most_likely(logits: Tensor<2>) -> Vec<u32> {
     #[cfg(feature = "flex")]

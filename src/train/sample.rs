@@ -73,8 +73,17 @@ impl Samples {
             return Ok(());
         }
         let hint = "lower `sample.batch_size` or `sample.max_new_tokens`";
-        let (answers, _) =
-            with_memory(hint, || self.speaker.answer(model, run, &self.ids, &mut |_, _| true))?;
+        let answers = with_memory(hint, || self.speaker.answer(model, run, &self.ids, &mut |_, _| true));
+        let answers = match answers {
+            Ok((answers, _)) => answers,
+            // Whether the run goes on is for its loss to say.
+            Err(error @ Error::NotANumber { .. }) => {
+                report
+                    .event(&Event::Warning(format!("`[sample]` after step {step} has no answers: {error}")));
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
         for (prompt, answer) in self.prompts.iter().zip(answers) {
             let prompt = prompt.shown().to_string();
             report.event(&Event::Sample { run: None, step, prompt, text: answer.text });
