@@ -215,6 +215,16 @@ fn a_sweep_is_a_run_for_each_combination() {
     alone(&dir, "out", "lr=1e-2_rank=2", &[]);
     assert_as_alone(&dir, "out/runs/lr=1e-2_rank=2", "alone/lr=1e-2_rank=2", 3);
     dir.run(&["sweep", "@", "run.toml", "--output-dir", "x"]).fails(2).says(&["nothing to sweep over"]);
+    let refused = |args: &[&str], words: &[&str]| {
+        let ran = dir.run(&[&["sweep", "@", "run.toml", "--output-dir", "x"], args].concat()).fails(2);
+        ran.says(words);
+        assert!(!dir.path("x").exists(), "nothing is made");
+    };
+    refused(&["--optim.lr", "1e-3,1e-3"], &["two runs would be called `lr=1e-3`"]);
+    refused(&["--optim.lr=1e-3,0.001"], &["the runs `lr=1e-3` and `lr=0.001` are the same"]);
+    refused(&["--optim.lr", "1,2", "--optim.lr", "3,4"], &["`--optim.lr` is swept over twice"]);
+    refused(&["--optim.lr", "1e-3,fast"], &["`fast` is no number"]);
+    refused(&["--device", "cuda:0,1"], &["nothing to sweep over"]);
 }
 
 #[test]

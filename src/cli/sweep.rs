@@ -17,6 +17,8 @@ struct Axis {
 /// What [`config::load`] finds; no flag with several values; a file that has `[[runs]]` itself.
 pub(super) fn load(args: &[String]) -> Result<Loaded> {
     let (axes, rest) = split(args);
+    sound(&axes)?;
+    no_words(&rest)?;
     if axes.is_empty() {
         let hint = "write several numbers with commas: `sweep @ run.toml --optim.lr 1e-4,3e-4 --model.lora.rank 8,16`";
         return Err(usage("no flag has several values: there is nothing to sweep over", hint));
@@ -32,6 +34,64 @@ pub(super) fn load(args: &[String]) -> Result<Loaded> {
         job.runs.push(config::load_run(&job.config, &name.join("_"), &text)?);
     }
     Ok(job)
+}
+
+/// Each run has a folder of its own, named after its values: no value may come twice.
+fn sound(axes: &[Axis]) -> Result<()> {
+    for (n, Axis { key, values }) in axes.iter().enumerate() {
+        if axes[..n].iter().any(|other| other.key == *key) {
+            return Err(usage(
+                &format!("`--{key}` is swept over twice"),
+                "write all its values once, with commas",
+            ));
+        }
+        let number = |value: &String| value.parse::<f64>().ok();
+        let same = |(n, value): (usize, &String)| {
+            values[..n]
+                .iter()
+                .find(|other| number(other) == number(value))
+                .map(|other| (other.clone(), value.clone()))
+        };
+        if let Some((first, second)) = values.iter().enumerate().find_map(same) {
+            let name = last(key);
+            let message = if first == second {
+                format!("`--{key}` has `{first}` twice: two runs would be called `{name}={first}`")
+            } else {
+                format!(
+                    "`--{key}` has a number twice: the runs `{name}={first}` and `{name}={second}` are the same"
+                )
+            };
+            return Err(usage(&message, "leave one of them out"));
+        }
+    }
+    Ok(())
+}
+
+/// A list with commas of which some are numbers was to be swept over; but where a key takes text, a comma is a part of it.
+fn no_words(args: &[String]) -> Result<()> {
+    for (n, arg) in args.iter().enumerate() {
+        let Some(flag) = arg.strip_prefix("--") else { continue };
+        let (key, value) = match flag.split_once('=') {
+            Some(glued) => glued,
+            None => (flag, args.get(n + 1).map_or("", String::as_str)),
+        };
+        let parts: Vec<&str> = value.split(',').map(str::trim).collect();
+        let is_number = |part: &&str| part.parse::<f64>().is_ok();
+        if value.starts_with("--")
+            || !parts.iter().any(is_number)
+            || config::takes_text(&key.replace('-', "_"))
+        {
+            continue;
+        }
+        if let Some(word) = parts.iter().find(|part| parts.len() > 1 && !is_number(part)) {
+            let hint = format!("write numbers alone: `--{key} 1e-4,3e-4`");
+            return Err(usage(
+                &format!("`--{key}`: `{word}` is no number, so `{value}` can't be swept over"),
+                &hint,
+            ));
+        }
+    }
+    Ok(())
 }
 
 fn usage(message: &str, hint: &str) -> Error {

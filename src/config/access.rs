@@ -89,6 +89,11 @@ impl ColumnsConfig {
     }
 }
 
+/// Whether the key at `path` takes text, or a list of texts.
+pub(crate) fn takes_text(path: &str) -> bool {
+    Reference::new().takes_text(path)
+}
+
 /// The reference of all keys, as in `docs/config.md`.
 pub fn reference() -> String {
     Reference::new().markdown()

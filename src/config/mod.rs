@@ -23,6 +23,7 @@ mod source;
 mod write;
 
 pub(crate) use access::keys;
+pub(crate) use access::takes_text;
 pub use access::{help, reference};
 
 pub use check::{DeviceKind, DeviceSpec, Plan, Resume};

@@ -97,6 +97,9 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// Keys that are like none of ours are most often another trainer's.
+const COMING_FROM: &str = "docs/coming_from.md names those of other trainers";
+
 fn did_you_mean(name: &str) -> String {
     format!("did you mean `{name}`?")
 }
@@ -139,7 +142,10 @@ struct TableReader<'r, 'a, 'n> {
 impl<'n> TableReader<'_, '_, 'n> {
     /// The node of a key, which is known from now on.
     fn take(&mut self, name: &'static str) -> Option<(&'n Node, String)> {
-        self.known.push(name);
+        // A section whose kinds have a `type` of their own asks for it twice.
+        if !self.known.contains(&name) {
+            self.known.push(name);
+        }
         let (_, node) = self.entries.iter().find(|(n, _)| n == name)?;
         let path = join(self.path, name);
         self.reader.given.insert(path.clone(), node.place);
@@ -268,8 +274,11 @@ fn meant(name: &str, section: &str, known: &[&'static str]) -> Meant {
     let all = reference.pages.iter().flat_map(|page| page.rows.iter().map(|row| row.name));
     Meant::Else(match nearest(&name, all) {
         Some(key) => did_you_mean(&reference.path_of(key)),
-        None if section.is_empty() => "docs/config.md lists every key".into(),
-        None => format!("`[{section}]` has {}", one_of(known).replace(" or ", " and ")),
+        None if section.is_empty() => format!("docs/config.md lists every key; {COMING_FROM}"),
+        None => {
+            let keys = one_of(known).replace(" or ", " and ");
+            format!("`[{section}]` has {keys}; {COMING_FROM}")
+        }
     })
 }
 

@@ -35,12 +35,39 @@ fn unknown_keys_name_what_was_meant() {
         ("[optim]\nbetas = [0.9, 0.9]", "optim.betas", "did you mean `betas1` and `betas2`?"),
         ("learning_rate = 1", "learning_rate", "did you mean `optim.lr`?"),
         ("batchsize = 1", "batchsize", "did you mean `data.batch_size`?"),
-        ("xyzzy = 1", "xyzzy", "docs/config.md lists every key"),
-        ("[model.ac]\nxyzzy = 1", "model.ac.xyzzy", "`[model.ac]` has `freq`"),
+        (
+            "xyzzy = 1",
+            "xyzzy",
+            "docs/config.md lists every key; docs/coming_from.md names those of other trainers",
+        ),
+        (
+            "[model.ac]\nxyzzy = 1",
+            "model.ac.xyzzy",
+            "`[model.ac]` has `freq`; docs/coming_from.md names those of other trainers",
+        ),
     ];
     for (text, key, hint) in cases {
         let line = 1 + text.lines().count();
         assert_eq!(told(text), format!("x.toml:{line}: unknown key `{key}`\n    hint: {hint}"));
+    }
+}
+
+#[test]
+fn keys_of_other_trainers_lead_to_the_page_about_them() {
+    let keys = [
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "packing",
+        "bf16",
+        "load_in_4bit",
+        "warmup_ratio",
+        "data.packing",
+        "model.load_in_4bit",
+    ];
+    for key in keys {
+        let told = told(&format!("{key} = 1"));
+        assert!(told.contains("docs/coming_from.md names those of other trainers"), "{told}");
+        assert!(told.matches("`type`").count() <= 1, "a key is named once: {told}");
     }
 }
 
@@ -108,7 +135,7 @@ fn flags_are_named_as_they_were_given() {
         "--max-steps: `max_steps` is given without a value, wanted an integer\n\
          --data.micro-batch-size: `data.micro_batch_size` is `x`, wanted an integer\n\
          --seed: `seed` is `1 2`, wanted an integer\n\
-         --optim.lr-rate: unknown key `optim.lr_rate`\n    hint: `[optim]` has `type`, `betas1`, `betas2`, `eps`, `moments_dtype`, `lr`, `weight_decay`, `max_norm` and `max_skipped`"
+         --optim.lr-rate: unknown key `optim.lr_rate`\n    hint: `[optim]` has `type`, `betas1`, `betas2`, `eps`, `moments_dtype`, `lr`, `weight_decay`, `max_norm` and `max_skipped`; docs/coming_from.md names those of other trainers"
     );
     assert_eq!(
         told_of(&["x.toml", "--no-dry-run", "1", "@"]),
