@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::Summary;
 use crate::config::{self, SchedulerConfig, SftConfig};
+use crate::report::shell_quoted;
 
 /// Switches that were for this run alone.
 const ONCE: [&str; 5] = [
@@ -17,7 +18,7 @@ const ONCE: [&str; 5] = [
 /// This program as the user called it, for a shell.
 pub(super) fn program() -> String {
     let name = std::env::args().next().filter(|name| !name.is_empty());
-    quoted(&name.unwrap_or_else(|| "embertune".into()))
+    shell_quoted(&name.unwrap_or_else(|| "embertune".into()))
 }
 
 /// What to do with the result.
@@ -30,7 +31,7 @@ pub(super) fn next_steps(program: &str, config: &SftConfig, args: &[String], sum
     };
     if let Some(adapter) = &result.adapter {
         let [base, from, to] = [&result.base, adapter, &free_name(&config.output_dir.join("merged"))]
-            .map(|path| quoted(&path.display().to_string()));
+            .map(|path| shell_quoted(&path.display().to_string()));
         text += &format!(
             "Adapter{of}: {}\nAsk it:\n  {program} generate --model {base} --adapter {from}\n\
              Merge it into the base model:\n  {program} merge --base {base} --adapter {from} --out {to}\n",
@@ -38,7 +39,7 @@ pub(super) fn next_steps(program: &str, config: &SftConfig, args: &[String], sum
         );
     }
     if let Some(weights) = &summary.weights {
-        let quoted = quoted(&weights.display().to_string());
+        let quoted = shell_quoted(&weights.display().to_string());
         text +=
             &format!("Weights: {}\nAsk them:\n  {program} generate --model {quoted}\n", weights.display());
     }
@@ -100,7 +101,7 @@ pub(super) fn command(program: &str, args: &[String], ends: &[(&str, usize)]) ->
     kept.extend(ONCE.iter().filter(on).map(|key| format!("--no-{}", key.replace('_', "-"))));
     kept.extend(["--ckpt.resume-step".into(), "-1".into()]);
     kept.extend(ends);
-    let words = kept.iter().map(|arg| format!(" {}", quoted(arg)));
+    let words = kept.iter().map(|arg| format!(" {}", shell_quoted(arg)));
     format!("{program} sft{}", words.collect::<String>())
 }
 
@@ -119,16 +120,6 @@ fn is_on(config: &SftConfig, key: &str) -> bool {
         "ckpt.skip_scheduler" => ckpt.is_some_and(|c| c.skip_scheduler),
         "ckpt.skip_dataloader" => ckpt.is_some_and(|c| c.skip_dataloader),
         _ => ckpt.is_some_and(|c| c.skip_optimizer),
-    }
-}
-
-/// An argument as a shell takes it.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./@:=,+%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_string()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 

@@ -102,11 +102,10 @@ impl MetricsFile {
     /// Opens the file to go on after `step`: later rows, of a run that went on and was lost, are
     /// cut (the file as it was stays as `metrics.jsonl.old-K`), and a row that was cut off by a kill.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
-        let copy = cut_after(path, step)?;
+        let (kept, old) = cut_after(path, step)?;
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| Error::io(path, "write", e))?;
-        let mut metrics = Self { path: path.into(), file, old: copy, last: [None; 2] };
-        let kept = fs::read_to_string(path).map_err(|e| Error::io(path, "read", e))?;
+        let mut metrics = Self { path: path.into(), file, old, last: [None; 2] };
         kept.lines().filter_map(|line| serde_json::from_str(line).ok()).for_each(|row| metrics.note(&row));
         Ok(metrics)
     }
@@ -126,12 +125,12 @@ impl MetricsFile {
     }
 }
 
-/// Cuts the rows of later steps than `step` out of a file of rows, and what is no row. Where the file as it was can still
-/// be read: it stays if more is cut than a last line that a kill cut off.
-pub(super) fn cut_after(path: &Path, step: usize) -> Result<Option<PathBuf>> {
+/// Cuts the rows of later steps than `step` out of a file of rows, and what is no row. What is left, and where the file as
+/// it was can still be read: it stays if more is cut than a last line that a kill cut off.
+pub(super) fn cut_after(path: &Path, step: usize) -> Result<(String, Option<PathBuf>)> {
     let old = match fs::read_to_string(path) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok((String::new(), None)),
         Err(e) => return Err(Error::io(path, "read", e)),
     };
     let step_of = |line: &str| serde_json::from_str::<Value>(line).ok()?["step"].as_u64();
@@ -148,10 +147,10 @@ pub(super) fn cut_after(path: &Path, step: usize) -> Result<Option<PathBuf>> {
     let kept: String = old.lines().filter(stays).flat_map(|line| [line, "\n"]).collect();
     if kept != old {
         let temporary = path.with_extension("jsonl.partial");
-        fs::write(&temporary, kept).map_err(|e| Error::io(&temporary, "write", e))?;
+        fs::write(&temporary, &kept).map_err(|e| Error::io(&temporary, "write", e))?;
         fs::rename(&temporary, path).map_err(|e| Error::io(path, "rename", e))?;
     }
-    Ok(copy)
+    Ok((kept, copy))
 }
 
 #[cfg(test)]

@@ -157,7 +157,7 @@ pub(super) fn folder(
 ) -> Result<MetricsFile> {
     folder.make_ready(config, start, &mut |note| report.event(&Event::Note(note)))?;
     folder.write_config(&config.to_toml())?;
-    let samples = cut_after(&folder.samples(), step)?;
+    let (_, samples) = cut_after(&folder.samples(), step)?;
     let metrics = MetricsFile::open(&folder.metrics(), step)?;
     for old in samples.iter().chain(&metrics.old) {
         report.event(&Event::Note(format!("rows of later steps are kept in `{}`", old.display())));

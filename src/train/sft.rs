@@ -163,7 +163,10 @@ impl<'a> Job<'a> {
             grounds.push(Ground::survey(&run.config, &plan, Purpose::Train, &mut ranks, report, stop)?);
         }
 
-        ranks.from_first(|| spare_inputs(runs))?;
+        // A run by itself was held against its own folder above.
+        if several {
+            ranks.from_first(|| spare_inputs(runs))?;
+        }
 
         // ---- model, adapters ----
         go_on(config, &ranks, stop)?;

@@ -128,15 +128,8 @@ pub fn largest_of_rows(x: Tensor<2>) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::random;
     use super::*;
-
-    fn random(len: usize, mut seed: u32) -> Vec<f32> {
-        let mut next = || {
-            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (seed >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..len).map(|_| next()).collect()
-    }
 
     #[test]
     fn a_row_is_the_exact_product_and_the_same_among_others() {

@@ -195,15 +195,8 @@ fn least_rows(columns: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use super::super::random;
     use super::*;
-
-    fn random(len: usize, mut seed: u32) -> Vec<f32> {
-        let mut next = || {
-            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (seed >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..len).map(|_| next()).collect()
-    }
 
     fn naive(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f64> {
         let at = |m: Matrix<'_>, i: usize, j: usize| f64::from(m.values[i * m.row_step + j * m.column_step]);

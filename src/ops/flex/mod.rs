@@ -103,3 +103,13 @@ impl Buffer {
         unsafe { Vec::from_raw_parts(pointer.cast::<f32>(), len, capacity) }
     }
 }
+
+/// Numbers between -1 and 1, for tests of what lies below tensors.
+#[cfg(test)]
+fn random(len: usize, mut seed: u32) -> Vec<f32> {
+    let mut next = || {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (seed >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
