@@ -59,9 +59,11 @@ def make_model(folder, shape):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def flags(model, kind, seq_len=4096):
-    lora = ["--model.lora"] if kind == "lora" else []
-    return ["--model.name", str(model), *lora, "--data.type", "fake", "--data.input-ids", "random",
+def flags(args, model, kind, seq_len=4096):
+    # A file, because without one the program's own default would set more than these.
+    job = args.out / f"{kind}.toml"
+    job.write_text("[model.lora]\n" if kind == "lora" else "")
+    return ["@", str(job), "--model.name", str(model), "--data.type", "fake", "--data.input-ids", "random",
             "--data.seq-len", str(seq_len), "--scheduler.type", "constant", "--optim.lr", "1e-4", "--max-steps", "20"]
 
 
@@ -71,7 +73,7 @@ def devices(n):
 
 def bench(args, name, n, rows, at_once, model, kind, more):
     out = args.out / f"{name}-{n}.json"
-    command = [args.embertune, "bench", *flags(model, kind), *more, *devices(n), "--data.batch-size", str(rows * n),
+    command = [args.embertune, "bench", *flags(args, model, kind), *more, *devices(n), "--data.batch-size", str(rows * n),
                "--data.micro-batch-size", str(at_once), "--steps", str(args.steps), "--json", str(out)]
     with open(args.out / f"{name}-{n}.log", "w") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
@@ -105,12 +107,13 @@ def table(args, models):
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/mean" in row]
 
 
 def sft(args, command, out, model, more):
     rows = str(8 * max(args.gpus))
-    return [args.embertune, *command, "sft", *flags(model, "lora", 2048), "--data.batch-size", rows, "--ckpt",
+    return [args.embertune, *command, "sft", *flags(args, model, "lora", 2048), "--data.batch-size", rows, "--ckpt",
             "--ckpt.interval", "5", "--output-dir", str(out), *more]
 
 
@@ -121,7 +124,7 @@ def losses(args, model):
             "processes": (["launch", "--ranks", str(n), "--"], ["--device", "cuda"])}
     for name, (command, more) in ways.items():
         out = args.out / f"loss-{name}"
-        subprocess.run(sft(args, command, out, model, more), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(sft(args, command, out, model, more), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         runs[name] = [row["loss/mean"] for row in rows_of(out)]
     for name in ["threads", "processes"]:
         off = max(abs(a - b) / a for a, b in zip(runs["one"], runs[name], strict=True))
@@ -142,7 +145,7 @@ def kill(args, model):
     code = launcher.wait(timeout=120)
     print(f"a rank of {n} killed: the others ended after {time.time() - began:.1f} s, code {code}", flush=True)
     go_on = sft(args, [], out, model, [*devices(min(2, n)), "--ckpt.resume-step", "-1", "--max-steps", "15"])
-    subprocess.run(go_on, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(go_on, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     whole = [row["loss/mean"] for row in rows_of(args.out / "loss-threads")][:15]
     resumed = [row["loss/mean"] for row in rows_of(out)][: len(whole)]
     off = max(abs(a - b) / a for a, b in zip(whole, resumed))
