@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::HfConfig;
+use super::stack::Stacked;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::ops::{Documents, Rope, Stream};
@@ -21,6 +22,7 @@ pub struct Inputs {
     pub(super) streams: Vec<Stream>,
     pub(super) dropout_seed: Option<u64>,
     pub(super) recompute: Option<usize>,
+    pub(super) stacked: Stacked,
 }
 
 impl Inputs {
@@ -68,6 +70,7 @@ impl Inputs {
             streams: batch.streams.clone(),
             dropout_seed,
             recompute: None,
+            stacked: Stacked::default(),
         })
     }
 

@@ -235,24 +235,36 @@ impl Linear {
 
     /// `None` where no run that has tokens adapts this layer.
     pub(super) fn adapters(&self, inputs: &Inputs) -> Option<Adapters> {
-        let (mut a, mut b, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let mut parts = Vec::new();
         let runs = inputs.run_tokens.iter().zip(&inputs.streams);
-        for (adapter, (&tokens, &stream)) in self.adapters.iter().zip(runs) {
-            match adapter {
-                _ if tokens == 0 => continue,
-                None => parts.push(LoraPart { tokens, rank: 0, scale: 0.0, dropout: None }),
-                Some(adapter) => {
-                    a.push(adapter.lora_a.val());
-                    b.push(adapter.lora_b.val());
-                    parts.push(adapter.part(tokens, stream, inputs.dropout_seed));
-                }
-            }
+        for (adapter, (&tokens, &stream)) in
+            self.adapters.iter().zip(runs).filter(|(_, (tokens, _))| **tokens > 0)
+        {
+            parts.push(match adapter {
+                None => LoraPart { tokens, rank: 0, scale: 0.0, dropout: None },
+                Some(adapter) => adapter.part(tokens, stream, inputs.dropout_seed),
+            });
         }
-        let one = |mut tensors: Vec<Tensor<2>>, dim| match tensors.len() {
-            1 => tensors.remove(0),
-            _ => Tensor::cat(tensors, dim),
+        let [a, b] = match inputs.stacked.of(self) {
+            Some(stacked) => stacked,
+            None => {
+                let (a, b): (Vec<_>, Vec<_>) =
+                    self.present(inputs).map(|adapter| (adapter.lora_a.val(), adapter.lora_b.val())).unzip();
+                let one = |mut tensors: Vec<Tensor<2>>, dim| match tensors.len() {
+                    0 => None,
+                    1 => Some(tensors.remove(0)),
+                    _ => Some(Tensor::cat(tensors, dim)),
+                };
+                [one(a, 0)?, one(b, 1)?]
+            }
         };
-        (!a.is_empty()).then(|| Adapters { a: one(a, 0), b: one(b, 1), parts })
+        Some(Adapters { a, b, parts })
+    }
+
+    /// The adapters of the runs that have tokens, in their order.
+    pub(super) fn present(&self, inputs: &Inputs) -> impl Iterator<Item = &Adapter> {
+        let with_tokens = self.adapters.iter().zip(&inputs.run_tokens).filter(|(_, tokens)| **tokens > 0);
+        with_tokens.filter_map(|(adapter, _)| adapter.as_ref())
     }
 }
 

@@ -14,6 +14,7 @@ mod lora;
 mod memory;
 mod size;
 mod speaker;
+mod stack;
 mod targets;
 mod trainable;
 mod untrained;

@@ -190,15 +190,15 @@ impl Decoder {
     /// The trainable parameters, in module order.
     pub fn trainable(&self) -> Vec<Trainable> {
         let mut all = Vec::new();
-        self.each_trainable(|trainable, _| all.push(trainable));
+        self.visit(&mut Walk { path: Vec::new(), visit: Named(&mut all) });
         all
     }
 
     /// Their values, flattened, without autodiff; in the same order.
     pub fn trainable_values(&self) -> Vec<Tensor<1>> {
-        let mut all = Vec::new();
-        self.each_trainable(|_, tensor| all.push(tensor.inner()));
-        all
+        let mut values = Values(Vec::new());
+        self.visit(&mut values);
+        values.0
     }
 
     /// Takes their gradients out of `gradients`, flattened; `None` where one took no part in the
@@ -211,10 +211,18 @@ impl Decoder {
 
     /// The places in that order of what an adapter run trains: its adapters; what is trained whole is the first run's.
     pub fn trainable_of(&self, run: usize) -> Vec<usize> {
-        let own = format!(".adapters.{run}.");
-        let is_own = |name: &str| name.contains(&own) || run == 0 && !name.contains(".adapters.");
-        let all = self.trainable().into_iter().enumerate();
-        all.filter(|(_, parameter)| is_own(&parameter.name)).map(|(n, _)| n).collect()
+        self.trainable_of_runs().swap_remove(run)
+    }
+
+    /// [`Decoder::trainable_of`] of each run.
+    pub fn trainable_of_runs(&self) -> Vec<Vec<usize>> {
+        let mut places = vec![Vec::new(); self.runs.len().max(1)];
+        for (n, parameter) in self.trainable().iter().enumerate() {
+            let adapter = parameter.name.split_once(".adapters.").map(|(_, rest)| rest);
+            let run = adapter.and_then(|rest| rest.split('.').next()).and_then(|run| run.parse().ok());
+            places[run.unwrap_or(0)].push(n);
+        }
+        places
     }
 
     /// Replaces their values (flattened, in the same order); each is a fresh leaf.
@@ -238,11 +246,6 @@ impl Decoder {
             counts.trainable += if trained { n } else { 0 };
         });
         counts
-    }
-
-    fn each_trainable(&self, mut visit: impl FnMut(Trainable, Tensor<1>)) {
-        let mut visitor = Walk { path: Vec::new(), visit: Trained(&mut visit) };
-        self.visit(&mut visitor);
     }
 }
 
@@ -272,16 +275,31 @@ impl<F: FnMut(&str, &[usize], bool)> Visit for Described<F> {
     }
 }
 
-struct Trained<'a, F>(&'a mut F);
+struct Named<'a>(&'a mut Vec<Trainable>);
 
-impl<F: FnMut(Trainable, Tensor<1>)> Visit for Trained<'_, F> {
+impl Visit for Named<'_> {
     fn visit<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
         if param.is_require_grad() {
             let shape = param.lazy_shape().to_vec();
-            let n: usize = shape.iter().product();
-            (self.0)(Trainable { name: path.into(), id: param.id, shape }, param.val().reshape([n]));
+            self.0.push(Trainable { name: path.into(), id: param.id, shape });
         }
     }
+}
+
+/// The trainable values.
+struct Values(Vec<Tensor<1>>);
+
+impl ModuleVisitor for Values {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if param.is_require_grad() {
+            self.0.push(flat(param.val().inner()));
+        }
+    }
+}
+
+fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    let n = x.shape().num_elements();
+    x.reshape([n])
 }
 
 /// Visits parameters with their paths.
@@ -313,10 +331,7 @@ impl ModuleVisitor for TakeGrads<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if param.is_require_grad() {
             let grad = param.val().grad_remove(self.gradients);
-            self.taken.push(grad.map(|grad| {
-                let n = grad.shape().num_elements();
-                grad.reshape([n])
-            }));
+            self.taken.push(grad.map(flat));
         }
     }
 }

@@ -192,8 +192,9 @@ struct Run<'a> {
 impl Run<'_> {
     /// A step as `sft` makes it; milliseconds that the host waited for the device in it.
     fn step(&mut self) -> Result<f64> {
+        let tokens = self.trained_tokens()?;
         let sums = forward_backward(&self.model, &self.batches, &self.options)?;
-        let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len())?;
+        let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len(), tokens)?;
         self.update(sums)
     }
 
@@ -230,9 +231,10 @@ impl Run<'_> {
             self.sync()?;
             let both = ms(clock);
             // All begin the sum together: what is measured is the sum, not who comes late.
-            self.ranks.wait()?;
+            let tokens = self.trained_tokens()?;
             let clock = Instant::now();
-            let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len())?;
+            let sums = sums.over(&self.ranks, &self.model, 0, self.batches.len(), tokens)?;
+            self.ranks.finish()?;
             self.sync()?;
             times[2].push(ms(clock));
             let clock = Instant::now();

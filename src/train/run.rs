@@ -453,7 +453,7 @@ pub(super) fn parameters(model: &Decoder, index: usize) -> Vec<Trainable> {
 
 /// Replaces a run's values.
 fn set_values(model: &mut Decoder, index: usize, new: Vec<burn::tensor::Tensor<1>>) {
-    let mut values: Vec<_> = model.trainable_values().into_iter().map(burn::tensor::Tensor::inner).collect();
+    let mut values: Vec<_> = model.trainable_values();
     model.trainable_of(index).into_iter().zip(new).for_each(|(n, value)| values[n] = value);
     *model = model.clone().set_trainable(values);
 }

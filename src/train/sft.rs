@@ -241,6 +241,14 @@ impl<'a> Job<'a> {
         let rounds = brought.iter().flatten().map(Vec::len).max().unwrap_or(0);
         let joined = self.joined(&brought, rounds);
         let batches = joined.as_deref().or(brought[0].as_deref()).unwrap_or_default();
+        // Asked for before the device has work, since the answer waits for it.
+        let mut tokens: Vec<f64> = brought
+            .iter()
+            .flatten()
+            .map(|own| own.iter().map(|batch| batch.trained_tokens() as f64).sum())
+            .collect();
+        self.ranks.sum_each(&mut tokens)?;
+        let mut tokens = tokens.into_iter();
         time.data = clock.elapsed().as_secs_f64();
 
         // ---- forward and backward: each run's sums of loss, gradients and trained tokens ----
@@ -257,7 +265,8 @@ impl<'a> Job<'a> {
         for (run, brought) in self.runs.iter_mut().zip(&brought) {
             let Some(own) = brought else { continue };
             let sums = sums[run.index].take().expect("each run has its own");
-            let sums = sums.over(&self.ranks, &self.model, run.index, own.len())?;
+            let tokens = tokens.next().expect("one number for each run that brings something") as usize;
+            let sums = sums.over(&self.ranks, &self.model, run.index, own.len(), tokens)?;
             let (lr, max_norm) = (run.lr(), run.config.optim.max_norm);
             counts.push((sums.trained_tokens, lr));
             turns.push(Turn { run: run.index, sums, optimizer: &mut run.optimizer, lr, max_norm });

@@ -96,7 +96,7 @@ fn sums_of(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<
     let mut losses: Vec<Vec<Tensor<1>>> = vec![Vec::with_capacity(batches.len()); runs];
     // A micro-batch without targets adds exactly 0 to the loss, the gradients and the count.
     for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
-        let inputs = model.inputs(batch, Some(options.dropout_seed))?;
+        let inputs = model.stacking(model.inputs(batch, Some(options.dropout_seed))?);
         let (of_runs, grads) = match options.recompute {
             Some(every) => recomputed(model, &inputs, every.max(1)),
             None => on_one_tape(model, &inputs),
@@ -104,14 +104,15 @@ fn sums_of(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<
         losses.iter_mut().zip(of_runs).for_each(|(losses, loss)| losses.extend(loss));
         add(&mut sums, grads);
     }
-    let zeros =
-        |(grad, value): (Option<Tensor<1>>, Tensor<1>)| grad.unwrap_or_else(|| value.inner().zeros_like());
-    let mut grads: Vec<Option<Tensor<1>>> =
-        sums.into_iter().zip(model.trainable_values()).map(zeros).map(Some).collect();
+    if sums.iter().any(Option::is_none) {
+        let missing = sums.iter_mut().zip(model.trainable_values()).filter(|(grad, _)| grad.is_none());
+        missing.for_each(|(grad, value)| *grad = Some(value.zeros_like()));
+    }
+    let places = model.trainable_of_runs();
     let of_run = |(run, losses): (usize, Vec<Tensor<1>>)| {
         let trained_tokens = batches.iter().map(|batch| batch.trained_tokens_of(run)).sum();
-        let own = model.trainable_of(run).into_iter().filter(|_| trained_tokens > 0);
-        GradSums { grads: own.filter_map(|n| grads[n].take()).collect(), losses, trained_tokens }
+        let own = places[run].iter().filter(|_| trained_tokens > 0);
+        GradSums { grads: own.filter_map(|&n| sums[n].take()).collect(), losses, trained_tokens }
     };
     Ok(losses.into_iter().enumerate().map(of_run).collect())
 }
@@ -124,7 +125,7 @@ fn on_one_tape(model: &Decoder, inputs: &Inputs) -> Pulled {
     let (losses, tape) = backward(losses);
     // Without a tape no run with tokens in this batch trains anything that they pass.
     let none = || vec![None; model.trainable().len()];
-    (losses, tape.map_or_else(none, |mut tape| model.take_grads(&mut tape)))
+    (losses, tape.map_or_else(none, |mut tape| model.take_grads_of(inputs, &mut tape)))
 }
 
 /// The losses without their tape, and the gradients of their sum where it is on one.
@@ -170,7 +171,7 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
     let x = leaf(hidden, lowest.is_below(model.num_layers()));
     let (losses, tape) = backward(model.head_losses(x.clone(), inputs));
     let Some(mut tape) = tape else { return (losses, vec![None; model.trainable().len()]) };
-    let mut grads = model.take_grads(&mut tape);
+    let mut grads = model.take_grads_of(inputs, &mut tape);
     let mut upstream = x.grad_remove(&mut tape);
     for Pass { layer, x, y } in passes.into_iter().rev() {
         let x = if y.is_some() { x } else { leaf(x, lowest.is_below(layer)) };
@@ -179,11 +180,11 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
             break;
         }
         let mut tape = pull(y, upstream.take().expect("a layer above a trained one has a gradient"));
-        add(&mut grads, model.take_grads(&mut tape));
+        add(&mut grads, model.take_grads_of(inputs, &mut tape));
         upstream = x.grad_remove(&mut tape);
     }
     if let (Lowest::Embedding, Some(upstream)) = (&lowest, upstream) {
-        add(&mut grads, model.take_grads(&mut pull(embedded, upstream)));
+        add(&mut grads, model.take_grads_of(inputs, &mut pull(embedded, upstream)));
     }
     (losses, grads)
 }
@@ -253,16 +254,24 @@ fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
 }
 
 impl GradSums {
-    /// Σ over the ranks of an adapter run's, in one call for gradients and losses; `rounds`: micro-batches of a rank, as many on all.
+    /// Σ over the ranks of an adapter run's, in one call for gradients and losses; `rounds`: micro-batches of a rank, as many
+    /// on all; `tokens`: trained tokens of all ranks, asked for before the device had anything to do, for the answer waits
+    /// for it.
     ///
     /// # Errors
     /// Another rank failed.
-    pub fn over(self, ranks: &Ranks, model: &Decoder, run: usize, rounds: usize) -> Result<Self> {
+    pub fn over(
+        self,
+        ranks: &Ranks,
+        model: &Decoder,
+        run: usize,
+        rounds: usize,
+        tokens: usize,
+    ) -> Result<Self> {
         if ranks.count() == 1 {
             return Ok(self);
         }
-        let [tokens] = ranks.sum_f64([self.trained_tokens as f64])?;
-        if tokens == 0.0 {
+        if tokens == 0 {
             return Ok(Self { grads: Vec::new(), losses: Vec::new(), trained_tokens: 0 });
         }
         let device = model.device();
@@ -278,13 +287,13 @@ impl GradSums {
             true => {
                 let values = model.trainable_values();
                 let own = model.trainable_of(run).into_iter();
-                own.map(|n| values[n].clone().inner().zeros_like()).collect()
+                own.map(|n| values[n].clone().zeros_like()).collect()
             }
         };
         parts.push(losses);
         let mut grads = ranks.sum(parts)?;
         let losses = grads.pop().into_iter().collect();
-        Ok(Self { grads, losses, trained_tokens: tokens as usize })
+        Ok(Self { grads, losses, trained_tokens: tokens })
     }
 
     /// Sum of the loss over the trained tokens; waits for the device.
@@ -333,26 +342,35 @@ pub struct Turn<'a> {
 /// # Errors
 /// In the place of a run's update, as there.
 pub fn update_runs(model: &mut Decoder, turns: Vec<Turn<'_>>, ranks: &Ranks) -> Vec<Result<Option<Update>>> {
-    let mut values: Vec<Tensor<1>> = model.trainable_values().into_iter().map(Tensor::inner).collect();
-    let queued: Vec<_> = turns
-        .into_iter()
-        .map(|turn| {
-            let places = model.trainable_of(turn.run);
-            let own = places.iter().map(|&n| values[n].clone()).collect();
-            (places, Queued::new(turn, own))
-        })
-        .collect();
+    let mut values = model.trainable_values();
+    let places = model.trainable_of_runs();
+    let mut queued = Vec::with_capacity(turns.len());
+    let mut on_device = true;
+    for turn in turns {
+        let own = &places[turn.run];
+        let before = own.iter().map(|&n| values[n].clone()).collect();
+        let mut one = Queued::new(turn, before, ranks);
+        if let Ok(one) = &mut one {
+            let after = std::mem::take(&mut one.after);
+            on_device &= one.on_device;
+            own.iter().zip(after).for_each(|(&n, value)| values[n] = value);
+        }
+        queued.push((own, one));
+    }
+    // While the device still computes them: an update whose norm isn't finite changes no value.
+    if on_device {
+        *model = model.clone().set_trainable(values);
+        return queued.into_iter().map(|(_, one)| Ok(one?.settle(ranks)?.0)).collect();
+    }
     let mut updates = Vec::with_capacity(queued.len());
-    for (places, queued) in queued {
-        let settled = queued.settle(ranks);
+    for (own, one) in queued {
+        let settled = one.and_then(|one| one.settle(ranks));
         updates.push(settled.map(|(update, new)| {
-            places.into_iter().zip(new.into_iter().flatten()).for_each(|(n, value)| values[n] = value);
+            own.iter().zip(new).for_each(|(&n, value)| values[n] = value);
             update
         }));
     }
-    if updates.iter().any(|update| update.as_ref().is_ok_and(|u| u.is_some_and(|u| u.applied))) {
-        *model = model.clone().set_trainable(values);
-    }
+    *model = model.clone().set_trainable(values);
     updates
 }
 
@@ -360,38 +378,44 @@ pub fn update_runs(model: &mut Decoder, turns: Vec<Turn<'_>>, ranks: &Ranks) -> 
 struct Queued<'a> {
     turn: Turn<'a>,
     squares: Vec<Tensor<1>>,
+    /// Whether the device clips by itself, and `after` is what it makes of the values; else they are in `before`.
+    on_device: bool,
     before: Vec<Tensor<1>>,
-    /// The values after it, where the device clips by itself.
-    after: Option<Vec<Tensor<1>>>,
+    after: Vec<Tensor<1>>,
 }
 
 impl<'a> Queued<'a> {
-    fn new(mut turn: Turn<'a>, before: Vec<Tensor<1>>) -> Self {
+    fn new(mut turn: Turn<'a>, before: Vec<Tensor<1>>, ranks: &Ranks) -> Result<Self> {
         let (lr, max_norm) = (turn.lr, turn.max_norm);
         let Turn { sums, optimizer, .. } = &mut turn;
         if sums.trained_tokens == 0 {
-            return Self { turn, squares: Vec::new(), before, after: None };
+            let none = Vec::new;
+            return Ok(Self { turn, squares: none(), on_device: true, before: none(), after: none() });
         }
         let squares = ops::sum_squares_of(sums.grads.clone());
         let on_device = optimizer.clips_on_device() && ops::clips_on_device(&sums.grads);
-        let after = on_device.then(|| {
-            let clip = Clip { squares: with_losses(&squares, &sums.losses), max_norm };
-            let scale = 1.0 / sums.trained_tokens as f64;
-            optimizer.update(before.clone(), sums.grads.clone(), lr, scale, Some(&clip))
-        });
-        Self { turn, squares, before, after }
+        if !on_device {
+            return Ok(Self { turn, squares, on_device, before, after: Vec::new() });
+        }
+        let clip = Clip { squares: with_losses(&squares, &sums.losses), max_norm };
+        let scale = 1.0 / sums.trained_tokens as f64;
+        let grads = std::mem::take(&mut sums.grads);
+        let after = optimizer.update(before, grads, lr, scale, Some(&clip));
+        let after = optimizer.spread(after, ranks)?;
+        Ok(Self { turn, squares, on_device, before: Vec::new(), after })
     }
 
-    /// Waits for the norm. The new values, if there are any.
-    fn settle(self, ranks: &Ranks) -> Result<(Option<Update>, Option<Vec<Tensor<1>>>)> {
-        let Self { turn: Turn { sums, optimizer, lr, max_norm, .. }, squares, before, after } = self;
+    /// Waits for the norm. The new values that the device hasn't made by itself.
+    fn settle(self, ranks: &Ranks) -> Result<(Option<Update>, Vec<Tensor<1>>)> {
+        let Self { turn: Turn { sums, optimizer, lr, max_norm, .. }, squares, on_device, before, .. } = self;
         let GradSums { grads, losses, trained_tokens } = sums;
         if trained_tokens == 0 {
-            return Ok((None, None));
+            return Ok((None, Vec::new()));
         }
-        let first = optimizer.updates() == usize::from(after.is_some());
+        let first = optimizer.updates() == usize::from(on_device);
         let tokens = trained_tokens as f64;
         let clock = Instant::now();
+        ranks.finish()?;
         let read = on_host(losses.iter().chain(&squares).cloned().collect());
         let waited = clock.elapsed().as_secs_f64();
         let (losses, squares) = read.split_at(losses.iter().map(|loss| loss.dims()[0]).sum());
@@ -401,10 +425,10 @@ impl<'a> Queued<'a> {
         let clip_coef = max_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let update = Update { loss, grad_norm, clip_coef, applied, waited };
         if !applied {
-            if after.is_some() {
+            if on_device {
                 optimizer.take_back();
             }
-            return Ok((Some(update), None));
+            return Ok((Some(update), Vec::new()));
         }
         if first && grad_norm == 0.0 {
             return Err(Error::train(
@@ -412,8 +436,11 @@ impl<'a> Queued<'a> {
                 "look at `model.lora.target_modules`",
             ));
         }
-        let after = after.unwrap_or_else(|| optimizer.update(before, grads, lr, clip_coef / tokens, None));
-        Ok((Some(update), Some(optimizer.spread(after, ranks)?)))
+        if on_device {
+            return Ok((Some(update), Vec::new()));
+        }
+        let after = optimizer.update(before, grads, lr, clip_coef / tokens, None);
+        Ok((Some(update), optimizer.spread(after, ranks)?))
     }
 }
 

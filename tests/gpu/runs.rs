@@ -182,8 +182,13 @@ fn a_sum_over_one_card_is_what_it_was() {
     let values: Vec<f32> = (0..100_003).map(|n| (n as f32).sin()).collect();
     let tensor = || Tensor::<1>::from_floats(values.as_slice(), &device);
     let alive = || false;
-    assert_eq!(floats(one.sum(tensor(), &alive).unwrap()), values);
-    let spread = one.spread(vec![tensor(), tensor()], &[0, 0], &alive).unwrap();
+    let short = Tensor::<1>::from_floats([0.5, -3.0, 7.0], &device);
+    let sums = one.sum(vec![tensor(), short, tensor()]).unwrap();
+    one.finish(&alive).unwrap();
+    let sums: Vec<Vec<f32>> = sums.into_iter().map(floats).collect();
+    assert_eq!(sums, [values.clone(), vec![0.5, -3.0, 7.0], values.clone()]);
+    let spread = one.spread(vec![tensor(), tensor()], &[0, 0]).unwrap();
+    one.finish(&alive).unwrap();
     assert!(spread.into_iter().all(|part| floats(part) == values));
     let mut numbers = [1.5, -2.0, 1e300];
     one.sum_f64(&mut numbers, &alive).unwrap();

@@ -21,6 +21,7 @@ mod memory;
 pub mod nccl;
 pub mod optim;
 pub mod products;
+pub mod stack;
 pub mod tensor;
 pub mod trace;
 mod work;

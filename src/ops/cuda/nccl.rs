@@ -1,8 +1,9 @@
 //! Sums over several cards by NCCL, on the side stream.
 //!
 //! NCCL is opened when it is needed, as `libnccl.so.2` (its packages have no other name) or `libnccl.so`. Only calls
-//! that haven't changed since NCCL 2.4 are used. Nobody waits for ever: the host looks for the end of a call,
-//! and aborts it if it learns meanwhile that another rank has failed.
+//! that haven't changed since NCCL 2.4 are used. Sums of tensors are queued like any op, so that the host runs ahead.
+//! Nobody waits for ever: the host looks for the end of what is queued, and aborts it if it learns meanwhile that
+//! another rank has failed.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
@@ -16,7 +17,8 @@ use cudarc::driver::sys::{self as cu, CUresult};
 use libloading::Library;
 
 use super::driver::{Gpu, Unusable, must};
-use super::tensor::{dense, empty, pointer};
+use super::optim::gathered;
+use super::tensor::{address, dense, empty, pointer};
 
 /// `ncclUniqueId`.
 pub type UniqueId = [u8; 128];
@@ -155,38 +157,42 @@ impl Communicator {
         Ok(Self { nccl, gpu, rank, raw, done, buffer })
     }
 
-    /// Σ over the cards, in f32, in place where nobody else holds the memory.
+    /// Σ over the cards of each part, f32, as one sum of one allocation, which holds the results. Nobody waits for it before
+    /// [`Communicator::finish`].
     ///
     /// # Errors
-    /// NCCL's own, or `failed` said that another rank has failed.
-    pub fn sum(&self, x: Tensor<1>, failed: &dyn Fn() -> bool) -> Result<Tensor<1>, Failure> {
-        let x = dense(x.try_into_primitive::<Cube>().expect("the tensor is on a card"));
-        let x = if x.can_mut() { x } else { x.copy() };
-        let (at, n) = (pointer(&x), x.meta.num_elements());
-        let status = self.gpu.enter(|_| self.reduce(at, n, FLOAT32));
-        self.wait(status, failed)?;
-        Ok(Tensor::from_primitive::<Cube>(x))
+    /// NCCL's own.
+    pub fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Failure> {
+        let (places, copies) = gathered(parts);
+        let [Some(first), Some(last)] = [places.first(), places.last()] else { return Ok(Vec::new()) };
+        let end = address(last) + (last.meta.num_elements() * size_of::<f32>()) as u64;
+        // This look-up waits for what was launched before. What lies between the parts is summed too.
+        let at = pointer(first);
+        let status = self.gpu.enter(|side| {
+            copies.iter().for_each(|copy| copy.run(side));
+            self.reduce(at, (end - at) as usize / size_of::<f32>(), FLOAT32)
+        });
+        self.queued(status)?;
+        Ok(places.into_iter().map(Tensor::from_primitive::<Cube>).collect())
     }
 
-    /// Each part as its owner has it, f32; those of others are overwritten where nobody else holds their memory.
+    /// Each part as its owner has it, f32; those of others are overwritten where nobody else holds their memory. Nobody
+    /// waits for it before [`Communicator::finish`].
     ///
     /// # Errors
     /// As [`Communicator::sum`].
-    pub fn spread(
-        &self,
-        parts: Vec<Tensor<1>>,
-        owners: &[usize],
-        failed: &dyn Fn() -> bool,
-    ) -> Result<Vec<Tensor<1>>, Failure> {
+    pub fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>, Failure> {
         let place = |(part, &owner): (Tensor<1>, &usize)| {
             let part = dense(part.try_into_primitive::<Cube>().expect("the tensor is on a card"));
             // What is overwritten needn't be copied first.
             if owner == self.rank || part.can_mut() { part } else { empty(&part, part.shape(), part.dtype) }
         };
         let parts: Vec<_> = parts.into_iter().zip(owners).map(place).collect();
-        let places: Vec<(u64, usize)> = parts.iter().map(|p| (pointer(p), p.meta.num_elements())).collect();
+        let places: Vec<(u64, usize)> = parts.iter().map(|p| (address(p), p.meta.num_elements())).collect();
+        // This look-up waits for what was launched before.
+        parts.first().map(pointer);
         let status = self.gpu.enter(|_| {
-            // SAFETY: each place is memory of that many numbers on this card, held until the wait; the calls
+            // SAFETY: each place is memory of that many numbers on this card, held until the calls are queued; those
             // between start and end are made as one.
             unsafe {
                 let mut status = vec![(self.nccl.group_start)()];
@@ -198,14 +204,22 @@ impl Communicator {
                 status.into_iter().find(|s| ![SUCCESS, IN_PROGRESS].contains(s)).unwrap_or(SUCCESS)
             }
         });
-        self.wait(status, failed)?;
+        self.queued(status)?;
         Ok(parts.into_iter().map(Tensor::from_primitive::<Cube>).collect())
+    }
+
+    /// Until all that was asked for is there.
+    ///
+    /// # Errors
+    /// NCCL's own, or `failed` said that another rank has failed.
+    pub fn finish(&self, failed: &dyn Fn() -> bool) -> Result<(), Failure> {
+        self.wait(SUCCESS, failed)
     }
 
     /// Σ over the cards, number by number.
     ///
     /// # Errors
-    /// As [`Communicator::sum`].
+    /// As [`Communicator::finish`].
     pub fn sum_f64(&self, values: &mut [f64], failed: &dyn Fn() -> bool) -> Result<(), Failure> {
         let n = values.len();
         self.on_buffer(bytemuck::cast_slice_mut(values), failed, |at| self.reduce(at, n, FLOAT64))
@@ -214,7 +228,7 @@ impl Communicator {
     /// Rank 0's bytes on every card; all bring as many.
     ///
     /// # Errors
-    /// As [`Communicator::sum`].
+    /// As [`Communicator::finish`].
     pub fn broadcast(&self, bytes: &mut [u8], failed: &dyn Fn() -> bool) -> Result<(), Failure> {
         for piece in bytes.chunks_mut(BUFFER) {
             let n = piece.len();
@@ -255,17 +269,22 @@ impl Communicator {
 
     fn reduce(&self, at: u64, n: usize, kind: c_int) -> Status {
         let at = at as *mut c_void;
-        // SAFETY: `at` is memory of `n` such numbers on this card, held until the wait.
+        // SAFETY: `at` is memory of `n` such numbers on this card, held until the call is queued.
         unsafe { (self.nccl.all_reduce)(at, at, n, kind, SUM, self.raw, self.gpu.stream()) }
+    }
+
+    /// Whether NCCL took the call.
+    fn queued(&self, status: Status) -> Result<(), Failure> {
+        if status == SUCCESS || status == IN_PROGRESS {
+            return Ok(());
+        }
+        self.give_up();
+        Err(Failure::Nccl(self.nccl.text(status)))
     }
 
     /// Until the side stream has come to here.
     fn wait(&self, status: Status, failed: &dyn Fn() -> bool) -> Result<(), Failure> {
-        let fail = |status: Status| Failure::Nccl(self.nccl.text(status));
-        if status != SUCCESS && status != IN_PROGRESS {
-            self.give_up();
-            return Err(fail(status));
-        }
+        self.queued(status)?;
         self.gpu.make_current();
         // SAFETY: handles made by `new`.
         must(unsafe { cu::cuEventRecord(self.done, self.gpu.stream()) }, "recording a sum");
@@ -290,7 +309,7 @@ impl Communicator {
             let broken = status != SUCCESS && status != IN_PROGRESS;
             if broken || failed() {
                 self.give_up();
-                return Err(if broken { fail(status) } else { Failure::GaveUp });
+                return Err(if broken { Failure::Nccl(self.nccl.text(status)) } else { Failure::GaveUp });
             }
         }
         unreachable!("the loop ends by returning")

@@ -171,8 +171,8 @@ fn scalars(step: &AdamW, clip: Option<&Clip>) -> Arg {
     Arg::Floats(numbers.map(|x| x as f32))
 }
 
-/// A copy to make before the update.
-struct Copy {
+/// A copy to make before a launch.
+pub(super) struct Copy {
     /// The tensors whose memory it is.
     held: Vec<CubeTensor>,
     from: u64,
@@ -183,7 +183,7 @@ struct Copy {
 }
 
 impl Copy {
-    fn run(&self, side: &Side<'_>) {
+    pub fn run(&self, side: &Side<'_>) {
         // SAFETY: both are memory of that many bytes, held until the launches are queued.
         debug_assert!(!self.held.is_empty());
         let result = unsafe { cu::cuMemcpyDtoDAsync_v2(self.to, self.from, self.bytes, side.gpu.stream()) };
@@ -191,10 +191,26 @@ impl Copy {
     }
 }
 
-/// The tensors where nobody else holds their memory, else new places for them and the copies that fill those. What
-/// lies together is copied together.
-fn own(mut tensors: Vec<CubeTensor>, copies: &mut Vec<Copy>) -> Vec<CubeTensor> {
-    let shared: Vec<usize> = (0..tensors.len()).filter(|&n| !tensors[n].can_mut()).collect();
+/// Places for the tensors in one allocation, in order, and the copies that fill them.
+pub(super) fn gathered(tensors: Vec<Tensor<1>>) -> (Vec<CubeTensor>, Vec<Copy>) {
+    let mut copies = Vec::new();
+    let places = moved(tensors.into_iter().map(primitive).collect(), |_| true, &mut copies);
+    (places, copies)
+}
+
+/// The tensors where nobody else holds their memory, else new places for them and the copies that fill those.
+fn own(tensors: Vec<CubeTensor>, copies: &mut Vec<Copy>) -> Vec<CubeTensor> {
+    moved(tensors, |tensor| !tensor.can_mut(), copies)
+}
+
+/// The tensors, those that are `wanted` in new places of one allocation, and the copies that fill them. What lies together
+/// is copied together.
+fn moved(
+    mut tensors: Vec<CubeTensor>,
+    wanted: impl Fn(&CubeTensor) -> bool,
+    copies: &mut Vec<Copy>,
+) -> Vec<CubeTensor> {
+    let shared: Vec<usize> = (0..tensors.len()).filter(|&n| wanted(&tensors[n])).collect();
     let Some(&first) = shared.first() else { return tensors };
     let shapes: Vec<_> = shared.iter().map(|&n| tensors[n].shape()).collect();
     let dtype = tensors[first].dtype();

@@ -107,14 +107,18 @@ pub struct Ranks {
 /// # Errors
 /// Of each call: another rank failed ([`Error::Rank`]).
 trait Link {
-    /// Σ over the ranks, of f32 vectors of one length.
-    fn sum(&self, values: Tensor<1>) -> Result<Tensor<1>>;
+    /// Σ over the ranks, of f32 vectors of the same lengths on all. May be under way until [`Link::finish`].
+    fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>>;
     /// Σ over the ranks, number by number, in f64.
     fn sum_f64(&self, values: &mut [f64]) -> Result<()>;
     /// Rank 0's bytes for all.
     fn broadcast(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
-    /// Each part as its owner has it.
+    /// Each part as its owner has it. May be under way until [`Link::finish`].
     fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>>;
+    /// Waits for what is under way. Whoever waits for the device himself calls it first: a device waits for the dead.
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
     /// The device that this rank computes on is open now.
     fn on_device(&mut self, device: &Device) -> Result<()>;
 }
@@ -151,14 +155,24 @@ impl Ranks {
         self.link.as_mut().map_or(Ok(()), |link| link.on_device(device))
     }
 
-    /// Σ over the ranks, of f32 vectors of one length each, in one call.
+    /// Σ over the ranks, of f32 vectors of one length each, in one call. On cards nobody waits for it before
+    /// [`Ranks::finish`].
     ///
     /// # Errors
     /// Another rank failed.
     pub fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
-        let Some(link) = self.link.as_ref().filter(|_| !parts.is_empty()) else { return Ok(parts) };
-        let lengths: Vec<usize> = parts.iter().map(|part| part.dims()[0]).collect();
-        Ok(link.sum(Tensor::cat(parts, 0))?.split_with_sizes(lengths, 0))
+        match self.link.as_ref().filter(|_| !parts.is_empty()) {
+            Some(link) => link.sum(parts),
+            None => Ok(parts),
+        }
+    }
+
+    /// Until the sums that were asked for are there; before a rank waits for its device in any other way.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn finish(&self) -> Result<()> {
+        self.link.as_ref().map_or(Ok(()), |link| link.finish())
     }
 
     /// Each part as its owner has it, on all ranks; the others bring one of the same length.
@@ -192,10 +206,19 @@ impl Ranks {
     /// # Errors
     /// Another rank failed.
     pub fn sum_f64<const N: usize>(&self, mut values: [f64; N]) -> Result<[f64; N]> {
-        if let Some(link) = &self.link {
-            link.sum_f64(&mut values)?;
-        }
+        self.sum_each(&mut values)?;
         Ok(values)
+    }
+
+    /// [`Ranks::sum_f64`] of as many numbers as there are.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub fn sum_each(&self, values: &mut [f64]) -> Result<()> {
+        match self.link.as_ref().filter(|_| !values.is_empty()) {
+            Some(link) => link.sum_f64(values),
+            None => Ok(()),
+        }
     }
 
     /// Whether any rank says yes.
@@ -245,6 +268,12 @@ impl Ranks {
             hint,
         ))
     }
+}
+
+/// A sum of vectors as that of one long one.
+fn as_one(parts: Vec<Tensor<1>>, sum: impl FnOnce(Tensor<1>) -> Result<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
+    let lengths: Vec<usize> = parts.iter().map(|part| part.dims()[0]).collect();
+    Ok(sum(Tensor::cat(parts, 0))?.split_with_sizes(lengths, 0))
 }
 
 /// What a panic said.

@@ -11,7 +11,7 @@ use mpi::environment::Universe;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives, Root};
 
-use super::{Link, Place};
+use super::{Link, Place, as_one};
 use crate::{Error, Result};
 
 /// Numbers that are gathered from every rank at once.
@@ -59,11 +59,13 @@ impl Mpi {
 }
 
 impl Link for Mpi {
-    fn sum(&self, values: Tensor<1>) -> Result<Tensor<1>> {
-        let (device, [n]) = (values.device(), values.dims());
-        let mut values = values.into_data().try_to_vec::<f32>().expect("gradients are f32");
-        self.add(&mut values);
-        Ok(Tensor::from_data(TensorData::new(values, [n]), &device))
+    fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
+        as_one(parts, |values| {
+            let (device, [n]) = (values.device(), values.dims());
+            let mut values = values.into_data().try_to_vec::<f32>().expect("gradients are f32");
+            self.add(&mut values);
+            Ok(Tensor::from_data(TensorData::new(values, [n]), &device))
+        })
     }
 
     fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {

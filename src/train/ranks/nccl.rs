@@ -37,13 +37,19 @@ impl Cards {
         Ok(Self { rank, communicator: Communicator::new(gpu, id, rank, ranks).map_err(unusable)? })
     }
 
-    pub fn sum(&self, values: Tensor<1>, failed: Failed) -> Result<Tensor<1>> {
-        self.communicator.sum(values, &|| failed().is_some()).map_err(|e| self.error(e, failed))
+    /// Σ over the cards; nobody waits for it before [`Cards::finish`].
+    pub fn sum(&self, parts: Vec<Tensor<1>>, failed: Failed) -> Result<Vec<Tensor<1>>> {
+        self.communicator.sum(parts).map_err(|e| self.error(e, failed))
     }
 
-    /// Each part as its owner has it.
+    /// Until all that was asked for is there.
+    pub fn finish(&self, failed: Failed) -> Result<()> {
+        self.communicator.finish(&|| failed().is_some()).map_err(|e| self.error(e, failed))
+    }
+
+    /// Each part as its owner has it; nobody waits for it before [`Cards::finish`].
     pub fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize], failed: Failed) -> Result<Vec<Tensor<1>>> {
-        self.communicator.spread(parts, owners, &|| failed().is_some()).map_err(|e| self.error(e, failed))
+        self.communicator.spread(parts, owners).map_err(|e| self.error(e, failed))
     }
 
     pub fn sum_f64(&self, values: &mut [f64], failed: Failed) -> Result<()> {

@@ -134,8 +134,12 @@ impl Network {
 
 #[cfg(feature = "cuda")]
 impl Link for Network {
-    fn sum(&self, values: Tensor<1>) -> Result<Tensor<1>> {
-        self.cards().sum(values, &|| self.meeting.failure())
+    fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
+        self.cards().sum(parts, &|| self.meeting.failure())
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.cards().finish(&|| self.meeting.failure())
     }
 
     fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {

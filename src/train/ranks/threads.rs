@@ -10,7 +10,7 @@ use std::thread;
 
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::{Link, Ranks, Work, panic_message};
+use super::{Link, Ranks, Work, as_one, panic_message};
 use crate::checkpoint::RunFolder;
 use crate::config::{Plan, SftConfig};
 use crate::report::log::{LogFile, ToFile};
@@ -104,15 +104,22 @@ impl Thread {
 }
 
 impl Link for Thread {
-    fn sum(&self, values: Tensor<1>) -> Result<Tensor<1>> {
+    fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>> {
         #[cfg(feature = "cuda")]
         if let Some(cards) = &self.cards {
-            return cards.sum(values, &|| self.group.failure());
+            return cards.sum(parts, &|| self.group.failure());
         }
-        let (device, [n]) = (values.device(), values.dims());
-        let own = values.into_data().try_to_vec::<f32>().expect("gradients are f32");
-        let all = self.exchange(own)?;
-        Ok(Tensor::from_data(TensorData::new(added(&all), [n]), &device))
+        as_one(parts, |values| {
+            let (device, [n]) = (values.device(), values.dims());
+            let own = values.into_data().try_to_vec::<f32>().expect("gradients are f32");
+            let all = self.exchange(own)?;
+            Ok(Tensor::from_data(TensorData::new(added(&all), [n]), &device))
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn finish(&self) -> Result<()> {
+        self.cards.as_ref().map_or(Ok(()), |cards| cards.finish(&|| self.group.failure()))
     }
 
     fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>> {

@@ -1,0 +1,106 @@
+//! The adapters of runs that share a batch, stacked for the ops: all at once before the forward pass, and their gradients
+//! taken apart all at once after the backward pass. One by one, inside the layers, it would be thousands of small ops.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Gradients, Tensor};
+
+use super::lora::{Adapter, Linear};
+use super::{Decoder, Inputs};
+use crate::ops;
+
+/// A and B of linear layers, each a leaf of the tape, by their weights' ids; empty where one run has the batch for
+/// itself.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Stacked(Arc<HashMap<ParamId, [Tensor<2>; 2]>>);
+
+impl Stacked {
+    pub fn of(&self, linear: &Linear) -> Option<[Tensor<2>; 2]> {
+        self.0.get(&linear.weight.id).cloned()
+    }
+}
+
+impl Decoder {
+    /// The inputs with the adapters of the runs that share them, for a pass whose gradients
+    /// [`Decoder::take_grads_of`] takes.
+    #[must_use]
+    pub fn stacking(&self, inputs: Inputs) -> Inputs {
+        if inputs.run_tokens.iter().filter(|&&tokens| tokens > 0).count() < 2 {
+            return inputs;
+        }
+        let trained =
+            |adapter: &&Adapter| adapter.lora_a.is_require_grad() && adapter.lora_b.is_require_grad();
+        let (mut ids, mut groups) = (Vec::new(), Vec::new());
+        for linear in self.linears() {
+            let present: Vec<&Adapter> = linear.present(&inputs).collect();
+            if present.len() < 2 || !present.iter().all(trained) {
+                continue;
+            }
+            ids.push(linear.weight.id);
+            let of = |param: fn(&Adapter) -> &Param<Tensor<2>>| {
+                present.iter().map(|adapter| param(adapter).val().inner()).collect()
+            };
+            groups.extend([(of(|adapter| &adapter.lora_a), 0), (of(|adapter| &adapter.lora_b), 1)]);
+        }
+        let mut leaves = ops::stacked(groups).into_iter().map(|x| x.autodiff().require_grad());
+        let stacked = ids.into_iter().map_while(|id| Some((id, [leaves.next()?, leaves.next()?])));
+        let stacked = Stacked(Arc::new(stacked.collect()));
+        Inputs { stacked, ..inputs }
+    }
+
+    /// [`Decoder::take_grads`] after a pass over these inputs.
+    pub fn take_grads_of(&self, inputs: &Inputs, gradients: &mut Gradients) -> Vec<Option<Tensor<1>>> {
+        let mut taken = self.take_grads(gradients);
+        if inputs.stacked.0.is_empty() {
+            return taken;
+        }
+        let (mut ids, mut groups) = (Vec::new(), Vec::new());
+        for linear in self.linears() {
+            let Some([a, b]) = inputs.stacked.of(linear) else { continue };
+            let present: Vec<&Adapter> = linear.present(inputs).collect();
+            let ranks: Vec<usize> = present.iter().map(|adapter| adapter.lora_a.lazy_shape()[0]).collect();
+            if let Some(grad) = a.grad_remove(gradients) {
+                ids.extend(present.iter().map(|adapter| adapter.lora_a.id));
+                groups.push((grad, 0, ranks.clone()));
+            }
+            if let Some(grad) = b.grad_remove(gradients) {
+                ids.extend(present.iter().map(|adapter| adapter.lora_b.id));
+                groups.push((grad, 1, ranks));
+            }
+        }
+        let places = self.trainable_places();
+        for (id, grad) in ids.into_iter().zip(ops::apart(groups).into_iter().flatten()) {
+            taken[places[&id]] = Some(grad);
+        }
+        taken
+    }
+
+    fn trainable_places(&self) -> HashMap<ParamId, usize> {
+        let mut ids = Ids(Vec::new());
+        self.visit(&mut ids);
+        ids.0.into_iter().enumerate().map(|(n, id)| (id, n)).collect()
+    }
+
+    /// The linear layers, in module order.
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let of_layers = self.model.layers.iter().flat_map(|layer| {
+            let (attn, mlp) = (&layer.self_attn, &layer.mlp);
+            let of_attention = [&attn.q_proj, &attn.k_proj, &attn.v_proj, &attn.o_proj];
+            of_attention.into_iter().chain([&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj])
+        });
+        of_layers.chain(&self.lm_head)
+    }
+}
+
+/// The ids of the trainable parameters.
+struct Ids(Vec<ParamId>);
+
+impl ModuleVisitor for Ids {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if param.is_require_grad() {
+            self.0.push(param.id);
+        }
+    }
+}
