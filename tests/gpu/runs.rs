@@ -81,32 +81,47 @@ fn off(want: &[f32], got: &[f32]) -> f64 {
     difference / norm(&mut want.iter().map(|&x| f64::from(x))).max(1e-12)
 }
 
+const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
 #[test]
 fn runs_in_one_batch_are_as_alone() {
     let Some(device) = card() else { return };
-    const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
     let specs = [spec(16, 32.0, &ALL), spec(5, 3.0, &["q_proj", "down_proj"]), spec(40, 40.0, &ALL[..6])];
-    let lengths: [&[usize]; 3] = [&[700, 1, 323], &[64], &[5, 300, 2047]];
+    as_alone(&device, &specs, &[&[700, 1, 323], &[64], &[5, 300, 2047]]);
+}
+
+/// Their products are made together.
+#[test]
+fn many_runs_of_one_shape_are_as_alone() {
+    let Some(device) = card() else { return };
+    let specs: Vec<LoraSpec> = (0..6).map(|_| spec(8, 12.0, &ALL)).collect();
+    as_alone(&device, &specs, &[[100, 28].as_slice(); 6]);
+    // Five of a shape, and others before and between.
+    let specs = [4, 16, 16, 16, 16, 7, 16].map(|rank| spec(rank, 2.0 * rank as f64, &ALL[..rank.min(7)]));
+    as_alone(&device, &specs, &[&[33], &[256], &[200, 56], &[256], &[1, 255], &[256], &[256]]);
+}
+
+/// Runs that share a batch against each of them alone.
+fn as_alone(device: &Device, specs: &[LoraSpec], lengths: &[&[usize]]) {
     for dtype in [DType::F32, DType::BF16] {
-        let base = model(dtype, &device);
+        let base = model(dtype, device);
         let mut random = ChaCha8Rng::seed_from_u64(11);
-        let batches = lengths.map(|lengths| batch(lengths, &mut random));
+        let batches: Vec<Batch> = lengths.iter().map(|lengths| batch(lengths, &mut random)).collect();
         let mut together = base.clone();
-        let seeds = [1, 2, 3];
-        let runs: Vec<_> = specs.iter().cloned().zip(seeds).collect();
+        let runs: Vec<_> = specs.iter().cloned().zip(1..).collect();
         together.attach_runs(&runs).unwrap();
         let together = with_values(together, 5);
-        let alone: Vec<GradSums> = (0..3)
+        let alone: Vec<GradSums> = (0..specs.len())
             .map(|run| {
                 let mut one = base.clone();
                 one.attach_runs(&runs[run..=run]).unwrap();
                 let all = together.trainable_values();
-                let own = together.trainable_of(run).into_iter().map(|n| all[n].clone().inner());
+                let own = together.trainable_of(run).into_iter().map(|n| all[n].clone());
                 let one = one.set_trainable(own.collect());
                 forward_backward(&one, &batches[run..=run], &StepOptions::default()).unwrap()
             })
             .collect();
-        let joined = Batch::joined(&batches.each_ref().map(Some));
+        let joined = Batch::joined(&batches.iter().map(Some).collect::<Vec<_>>());
         let found =
             forward_backward_runs(&together, std::slice::from_ref(&joined), &StepOptions::default()).unwrap();
         let limit: f64 = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
@@ -128,10 +143,12 @@ fn runs_in_one_batch_are_as_alone() {
                 b.grads.iter().cloned().map(floats).collect::<Vec<_>>()
             );
         }
-        let two = Batch::joined(&[Some(&batches[0]), None, Some(&batches[2])]);
-        let found = forward_backward_runs(&together, &[two], &StepOptions::default()).unwrap();
+        let without: Vec<_> =
+            batches.iter().enumerate().map(|(n, batch)| (n != 1).then_some(batch)).collect();
+        let found =
+            forward_backward_runs(&together, &[Batch::joined(&without)], &StepOptions::default()).unwrap();
         assert!(found[1].grads.is_empty() && found[1].trained_tokens == 0);
-        for run in [0, 2] {
+        for run in (0..specs.len()).filter(|&run| run != 1) {
             for (want, got) in alone[run].grads.iter().zip(&found[run].grads) {
                 assert!(off(&floats(want.clone()), &floats(got.clone())) <= limit);
             }

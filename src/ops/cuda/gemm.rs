@@ -8,7 +8,7 @@ use std::ptr::null_mut;
 use burn::tensor::DType;
 use cudarc::cublaslt::sys::{
     self as lt, cublasLtMatmulDescAttributes_t as Desc, cublasLtMatmulPreferenceAttributes_t as Preference,
-    cublasLtMatmulTile_t as Tile, cublasStatus_t as Status,
+    cublasLtMatmulTile_t as Tile, cublasLtMatrixLayoutAttribute_t as Layout, cublasStatus_t as Status,
 };
 
 use super::driver::{Side, Unusable, WORKSPACE};
@@ -19,6 +19,8 @@ const CHOICES: usize = 8;
 const LARGE: usize = 1 << 22;
 /// Summands from which on cuBLASLt's first choice is taken.
 const LONG: usize = 1 << 14;
+/// Products of one shape from which on they are made in one call: a few are as fast one by one.
+const MANY: usize = 4;
 /// Tiles that were faster on an H200 than cuBLASLt's first choice, by up to 15 %, best first: they leave room for the
 /// next tile's loads beside the stores of the last one's results (`tools/cuda/products.py`). The choice depends on
 /// nothing but the shapes, so that a product's bits do.
@@ -79,6 +81,46 @@ impl Matrix {
     }
 }
 
+/// `out ← alpha · a · b`
+#[derive(Debug, Clone, Copy)]
+pub struct Product {
+    /// Left factor.
+    pub a: Matrix,
+    /// Right factor.
+    pub b: Matrix,
+    /// Where the product goes.
+    pub out: Matrix,
+    /// A factor.
+    pub alpha: f32,
+}
+
+impl Product {
+    fn pointers(&self) -> [u64; 3] {
+        [self.a, self.b, self.out].map(|x| x.pointer)
+    }
+
+    /// How far its matrices lie behind those of a product that differs in nothing else; `None` where it does, or where they
+    /// lie before.
+    fn behind(&self, other: &Product) -> Option<[u64; 3]> {
+        let without = |x: &Product| [x.a, x.b, x.out].map(|x| Matrix { pointer: 0, ..x });
+        let same = without(self) == without(other) && self.alpha.to_bits() == other.alpha.to_bits();
+        let [a, b, out] = [0, 1, 2].map(|n| self.pointers()[n].checked_sub(other.pointers()[n]));
+        same.then_some([a?, b?, out?])
+    }
+}
+
+/// Several products in one call: bytes from the matrices of one to those of the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Series {
+    count: usize,
+    /// Of a, b, what is added, and the output.
+    steps: [u64; 4],
+}
+
+impl Series {
+    const ONE: Series = Series { count: 1, steps: [0; 4] };
+}
+
 /// What decides about descriptors and algorithm: the matrices without their addresses.
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
@@ -86,6 +128,7 @@ struct Key {
     matrices: [Matrix; 4],
     alignments: [u32; 4],
     adds: bool,
+    series: Series,
 }
 
 struct Plan {
@@ -117,28 +160,49 @@ impl Products {
         }
     }
 
-    fn plan(&mut self, [a, b, c, out]: [&Matrix; 4], adds: bool) -> &Plan {
-        let alignments = [a, b, c, out].map(Matrix::alignment);
+    fn plan(&mut self, [a, b, c, out]: [&Matrix; 4], adds: bool, series: Series) -> &Plan {
+        let mut alignments = [a, b, c, out].map(Matrix::alignment);
+        for (alignment, step) in alignments.iter_mut().zip(series.steps) {
+            *alignment = 1 << (u64::from(*alignment) | step).trailing_zeros();
+        }
         let matrices = [a, b, c, out].map(|m| Matrix { pointer: 0, ..*m });
         let (handle, capability) = (self.handle, self.capability);
-        let key = Key { matrices, alignments, adds };
-        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments, capability))
+        let key = Key { matrices, alignments, adds, series };
+        self.plans.entry(key).or_insert_with(|| make_plan(handle, matrices, alignments, series, capability))
     }
 }
 
 impl Side<'_> {
     /// `out ← alpha · a · b + beta · out`
     pub fn product(&mut self, a: Matrix, b: Matrix, out: Matrix, alpha: f32, beta: f32) {
-        self.multiply([a, b, out, out], alpha, beta);
+        self.multiply([a, b, out, out], alpha, beta, Series::ONE);
+    }
+
+    /// Products that don't depend on each other; many of one shape that lie evenly apart go in one call.
+    pub fn each_product(&mut self, mut all: Vec<Product>) {
+        all.sort_by_key(|product| product.out.pointer);
+        let mut rest = &all[..];
+        while let [first, others @ ..] = rest {
+            let step = others.first().and_then(|next| next.behind(first));
+            let evenly =
+                |pair: &&[Product]| pair[1].behind(&pair[0]).is_some_and(|found| Some(found) == step);
+            let count = 1 + rest.windows(2).take_while(evenly).count();
+            let Product { a, b, out, alpha } = *first;
+            let [of_a, of_b, of_out] = step.filter(|_| count >= MANY).unwrap_or_default();
+            let count = if count >= MANY { count } else { 1 };
+            let series = Series { count, steps: [of_a, of_b, of_out, of_out] };
+            self.multiply([a, b, out, out], alpha, 0.0, series);
+            rest = &rest[count..];
+        }
     }
 
     /// `out ← a · b + c`, with c's shape and type that of `out`.
     pub fn product_onto(&mut self, a: Matrix, b: Matrix, c: Matrix, out: Matrix) {
         assert_eq!((c.shape(), c.dtype), (out.shape(), out.dtype), "product onto {c:?} into {out:?}");
-        self.multiply([a, b, c, out], 1.0, 1.0);
+        self.multiply([a, b, c, out], 1.0, 1.0, Series::ONE);
     }
 
-    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32) {
+    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32, series: Series) {
         let ([m, k], [k2, n]) = (a.shape(), b.shape());
         assert_eq!((k, out.shape()), (k2, [m, n]), "product of {a:?} and {b:?} into {out:?}");
         if m == 0 || n == 0 {
@@ -147,7 +211,7 @@ impl Side<'_> {
         let (workspace, stream) = (self.gpu.workspace(), self.gpu.stream());
         let products = self.products();
         let handle = products.handle;
-        let plan = products.plan([&a, &b, &c, &out], beta != 0.0);
+        let plan = products.plan([&a, &b, &c, &out], beta != 0.0, series);
         let pointer = |x: &Matrix| x.pointer as *mut c_void;
         // SAFETY: the plan was made for these shapes, strides, types and alignments; the matrices
         // lie in tensors that the caller holds; the workspace belongs to this stream alone.
@@ -172,7 +236,10 @@ impl Side<'_> {
             )
         };
         must(status, "product", &[a, b, out]);
-        self.mark(|| Some(format!("product {m} × {n} × {k}")));
+        self.mark(|| match series.count {
+            1 => Some(format!("product {m} × {n} × {k}")),
+            count => Some(format!("{count} products {m} × {n} × {k}")),
+        });
     }
 }
 
@@ -182,6 +249,7 @@ fn make_plan(
     handle: lt::cublasLtHandle_t,
     matrices: [Matrix; 4],
     alignments: [u32; 4],
+    series: Series,
     capability: u32,
 ) -> Plan {
     let [a, b, c, out] = matrices;
@@ -205,13 +273,16 @@ fn make_plan(
             must(status, "transpose", &order);
         }
     }
-    let layouts = order.map(|x| layout(&x));
+    let [of_a, of_b, of_c, of_out] = series.steps;
+    let mut steps = [of_b, of_a, of_c, of_out].into_iter();
+    let layouts = order.map(|x| layout(&x, series.count, steps.next().expect("one for each matrix")));
     let alignments = [alignments[1], alignments[0], alignments[2], alignments[3]];
     let algorithm = algorithm(handle, desc, &layouts, alignments, &order, capability);
     Plan { desc, layouts, algorithm }
 }
 
-fn layout(x: &Matrix) -> lt::cublasLtMatrixLayout_t {
+/// `step`: bytes to the same matrix of the next product.
+fn layout(x: &Matrix, count: usize, step: u64) -> lt::cublasLtMatrixLayout_t {
     let dtype = match x.dtype {
         DType::BF16 => lt::cudaDataType_t::CUDA_R_16BF,
         DType::F32 => lt::cudaDataType_t::CUDA_R_32F,
@@ -222,6 +293,20 @@ fn layout(x: &Matrix) -> lt::cublasLtMatrixLayout_t {
     // SAFETY: the call gets a place for its result.
     let status = unsafe { lt::cublasLtMatrixLayoutCreate(&mut layout, dtype, rows, columns, stride) };
     must(status, "layout", &[*x]);
+    if count > 1 {
+        let (count, step) = (count as i32, step as i64 / x.dtype.size() as i64);
+        let set = |attribute, value: *const c_void, size| {
+            // SAFETY: the value has the size that is told.
+            let status = unsafe { lt::cublasLtMatrixLayoutSetAttribute(layout, attribute, value, size) };
+            must(status, "series", &[*x]);
+        };
+        set(Layout::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const count).cast(), size_of_val(&count));
+        set(
+            Layout::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+            (&raw const step).cast(),
+            size_of_val(&step),
+        );
+    }
     layout
 }
 

@@ -8,7 +8,7 @@
 use burn::tensor::DType;
 
 use super::super::driver::Side;
-use super::super::gemm::Matrix;
+use super::super::gemm::{Matrix, Product};
 use crate::ops::LoraPart;
 
 /// Columns of one module in one run.
@@ -147,12 +147,14 @@ impl Group {
     /// `x·Aᵀ` into the spare columns of x: each run's own.
     fn low(&self, side: &mut Side<'_>, all: &Matrix, x: Matrix) {
         self.clear_others(side, x.columns(self.input, self.columns));
-        for run in &self.runs {
+        let of_run = |run: &Run| {
             let (first, n) = run.columns();
             let a = all.rows(self.out() + first, n).columns(0, self.input);
             let rows = x.rows(run.token, run.tokens);
-            side.product(rows.columns(0, self.input), a.t(), rows.columns(self.input + first, n), 1.0, 0.0);
-        }
+            let out = rows.columns(self.input + first, n);
+            Product { a: rows.columns(0, self.input), b: a.t(), out, alpha: 1.0 }
+        };
+        side.each_product(self.runs.iter().map(of_run).collect());
     }
 
     /// `g·s·B` into the spare columns of g: each run's own.
@@ -160,12 +162,13 @@ impl Group {
         let Weights::Stacked(all) = weights else { return };
         let out = self.out();
         self.clear_others(side, g.columns(out, self.columns));
-        for run in &self.runs {
+        let of_run = |run: &Run| {
             let (first, n) = run.columns();
             let b = all.rows(0, out).columns(self.input + first, n);
             let rows = g.rows(run.token, run.tokens);
-            side.product(rows.columns(0, out), b, rows.columns(out + first, n), 1.0, 0.0);
-        }
+            Product { a: rows.columns(0, out), b, out: rows.columns(out + first, n), alpha: 1.0 }
+        };
+        side.each_product(self.runs.iter().map(of_run).collect());
     }
 
     /// The gradient of x from that of the outputs, whose spare columns are filled ([`Group::low_gradient`]).
@@ -194,20 +197,23 @@ impl Group {
         db: &[Option<Matrix>],
     ) {
         let out = self.out();
+        let mut all = Vec::new();
         for run in &self.runs {
             let [inputs, rows_low, rows_g] = [x, low, g].map(|x| x.rows(run.token, run.tokens));
             let inputs = inputs.columns(0, self.input);
             for (first, n, to) in run.merged(da) {
-                side.product(rows_g.columns(out + first, n).t(), inputs, to, 1.0, 0.0);
+                all.push(Product { a: rows_g.columns(out + first, n).t(), b: inputs, out: to, alpha: 1.0 });
             }
             for low in &run.lows {
                 if let Some(db) = db[low.module] {
                     let h = rows_low.columns(low.column, low.rank);
                     let g = self.out_of(low.module, rows_g);
-                    side.product(g.t(), h, db.columns(low.row, low.rank), low.scale, 0.0);
+                    let to = db.columns(low.row, low.rank);
+                    all.push(Product { a: g.t(), b: h, out: to, alpha: low.scale });
                 }
             }
         }
+        side.each_product(all);
     }
 
     /// Where several runs share the batch, the columns of the others are zeros.
