@@ -9,6 +9,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::inputs::RopeTables;
 use super::lora::{Embedding, Linear, Run, unset, value};
+use super::stack::Stack;
 use super::{HfConfig, Inputs};
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -170,7 +171,10 @@ pub struct Decoder {
     #[module(skip)]
     pub(super) dtype: DType,
     #[module(skip)]
-    rope: RopeTables,
+    pub(super) rope: RopeTables,
+    /// The adapters as the last pass had them stacked: emptied by whatever changes or attaches some.
+    #[module(skip)]
+    pub(super) stack: Stack,
 }
 
 impl Decoder {
@@ -189,6 +193,7 @@ impl Decoder {
             runs: Vec::new(),
             dtype,
             rope: RopeTables::default(),
+            stack: Stack::default(),
         }
     }
 

@@ -2,7 +2,7 @@
 //! taken apart all at once after the backward pass. One by one, inside the layers, it would be thousands of small ops.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Gradients, Tensor};
@@ -16,6 +16,18 @@ use crate::ops;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Stacked(Arc<HashMap<ParamId, [Tensor<2>; 2]>>);
 
+/// What was stacked last, and of which runs. Copies of a decoder share it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Stack(Arc<Mutex<Last>>);
+
+type Last = Option<(Vec<bool>, Stacked)>;
+
+impl Stack {
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Stacked {
     pub fn of(&self, linear: &Linear) -> Option<[Tensor<2>; 2]> {
         self.0.get(&linear.weight.id).cloned()
@@ -27,14 +39,37 @@ impl Decoder {
     /// [`Decoder::take_grads_of`] takes.
     #[must_use]
     pub fn stacking(&self, inputs: Inputs) -> Inputs {
-        if inputs.run_tokens.iter().filter(|&&tokens| tokens > 0).count() < 2 {
+        let present: Vec<bool> = inputs.run_tokens.iter().map(|&tokens| tokens > 0).collect();
+        if present.iter().filter(|&&is| is).count() < 2 {
             return inputs;
+        }
+        Inputs { stacked: self.stacked(&present), ..inputs }
+    }
+
+    /// With nothing stacked.
+    pub(super) fn unstacked(self) -> Self {
+        Decoder { stack: Stack::default(), ..self }
+    }
+
+    /// Stacks what `before`, this decoder with other values, had stacked: while the device still computes the values.
+    pub(crate) fn stack_as(&self, before: &Decoder) {
+        let last = before.stack.last().as_ref().map(|(present, _)| present.clone());
+        if let Some(present) = last.filter(|present| present.len() == self.runs.len()) {
+            self.stacked(&present);
+        }
+    }
+
+    fn stacked(&self, present: &[bool]) -> Stacked {
+        let mut last = self.stack.last();
+        if let Some((_, stacked)) = last.as_ref().filter(|(of, _)| of == present) {
+            return stacked.clone();
         }
         let trained =
             |adapter: &&Adapter| adapter.lora_a.is_require_grad() && adapter.lora_b.is_require_grad();
         let (mut ids, mut groups) = (Vec::new(), Vec::new());
         for linear in self.linears() {
-            let present: Vec<&Adapter> = linear.present(&inputs).collect();
+            let with_tokens = linear.adapters.iter().zip(present).filter(|(_, is)| **is);
+            let present: Vec<&Adapter> = with_tokens.filter_map(|(adapter, _)| adapter.as_ref()).collect();
             if present.len() < 2 || !present.iter().all(trained) {
                 continue;
             }
@@ -47,7 +82,8 @@ impl Decoder {
         let mut leaves = ops::stacked(groups).into_iter().map(|x| x.autodiff().require_grad());
         let stacked = ids.into_iter().map_while(|id| Some((id, [leaves.next()?, leaves.next()?])));
         let stacked = Stacked(Arc::new(stacked.collect()));
-        Inputs { stacked, ..inputs }
+        *last = Some((present.to_vec(), stacked.clone()));
+        stacked
     }
 
     /// [`Decoder::take_grads`] after a pass over these inputs.

@@ -134,7 +134,7 @@ impl Decoder {
 
     /// Makes each parameter trainable or not, by its path and whether it is now.
     fn map_named(self, wanted: impl Fn(&str, bool) -> bool) -> Self {
-        self.map(&mut SetTrainable { path: Vec::new(), wanted })
+        self.map(&mut SetTrainable { path: Vec::new(), wanted }).unstacked()
     }
 
     /// The linear layers with their names, in module order.
@@ -234,7 +234,7 @@ impl Decoder {
         let mut mapper = SetValues { values: values.into_iter() };
         let decoder = self.map(&mut mapper);
         assert!(mapper.values.next().is_none(), "more values than trainable parameters");
-        decoder
+        decoder.unstacked()
     }
 
     /// Number of parameters, and of those that are trained.

@@ -47,6 +47,7 @@ pub mod plain;
 mod rms_norm;
 #[cfg(feature = "flex")]
 mod rope;
+mod stack;
 #[cfg(feature = "flex")]
 mod swiglu;
 #[cfg(any(feature = "flex", feature = "cuda"))]
@@ -56,6 +57,7 @@ mod tests;
 
 pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
 pub use next_token::{KeyValues, Next, is_finite, most_likely, next_layer, project_few, prompt_layer};
+pub use stack::{apart, stacked};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -333,37 +335,6 @@ pub fn add_each(sums: Vec<Tensor<1>>, more: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
         return cuda::optim::add(sums, more);
     }
     sums.into_iter().zip(more).map(|(sum, more)| sum + more).collect()
-}
-
-/// Matrices in one, one under the other (dimension 0) or side by side (1); of each group, without autodiff.
-///
-/// # Shapes
-/// - `[r_i, n]`, 0 → `[Σ r_i, n]`; `[n, r_i]`, 1 → `[n, Σ r_i]`
-pub fn stacked(groups: Vec<(Vec<Tensor<2>>, usize)>) -> Vec<Tensor<2>> {
-    #[cfg(feature = "cuda")]
-    if groups.iter().flat_map(|(matrices, _)| matrices).all(cuda::stack::takes) {
-        return cuda::stack::stacked(groups);
-    }
-    groups.into_iter().map(|(matrices, dim)| Tensor::cat(matrices, dim)).collect()
-}
-
-/// What [`stacked`] has put together, apart again, flattened; each group with its dimension and sizes.
-///
-/// # Shapes
-/// - `[Σ r_i, n]`, 0 → `[r_i · n]`; `[n, Σ r_i]`, 1 → `[n · r_i]`
-pub fn apart(groups: Vec<(Tensor<2>, usize, Vec<usize>)>) -> Vec<Vec<Tensor<1>>> {
-    #[cfg(feature = "cuda")]
-    if groups.iter().all(|(matrix, ..)| cuda::stack::takes(matrix)) {
-        return cuda::stack::apart(groups);
-    }
-    let flat = |x: Tensor<2>| {
-        let n = x.shape().num_elements();
-        x.reshape([n])
-    };
-    let split = |(matrix, dim, sizes): (Tensor<2>, usize, Vec<usize>)| {
-        matrix.split_with_sizes(sizes, dim).into_iter().map(flat).collect()
-    };
-    groups.into_iter().map(split).collect()
 }
 
 /// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32; m and v may be bf16 (see

@@ -359,7 +359,9 @@ pub fn update_runs(model: &mut Decoder, turns: Vec<Turn<'_>>, ranks: &Ranks) -> 
     }
     // While the device still computes them: an update whose norm isn't finite changes no value.
     if on_device {
-        *model = model.clone().set_trainable(values);
+        let updated = model.clone().set_trainable(values);
+        updated.stack_as(model);
+        *model = updated;
         return queued.into_iter().map(|(_, one)| Ok(one?.settle(ranks)?.0)).collect();
     }
     let mut updates = Vec::with_capacity(queued.len());
