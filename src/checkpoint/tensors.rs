@@ -33,7 +33,11 @@ impl View for &Named {
 
     fn data(&self) -> Cow<'_, [u8]> {
         let values = self.values.to_data().try_to_vec::<f32>().expect("trainable tensors are f32");
-        Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())
+        // As one copy where numbers lie in memory as they lie in the file.
+        Cow::Owned(match cfg!(target_endian = "little") {
+            true => bytemuck::cast_slice(&values).to_vec(),
+            false => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        })
     }
 
     fn data_len(&self) -> usize {

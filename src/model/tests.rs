@@ -405,6 +405,38 @@ fn full_training_reaches_every_parameter_and_a_tied_one_by_both_its_uses() {
     }
 }
 
+/// Against the tape that puts the adapters together in each layer; again with other values, for those that were stacked
+/// before must not come back; and of other runs.
+#[test]
+fn stacked_adapters_have_the_gradients_of_their_own() {
+    let mut decoder = random(false);
+    let specs = [spec(3, 6.0, &["q_proj", "down_proj", "lm_head"]), spec(2, 1.0, &["q_proj", "up_proj"])];
+    decoder.attach_lora(&specs, 5).unwrap();
+    let mut decoder = shaken(decoder);
+    let both = joined(&batch(&[9, 4], 1), &batch(&[6], 2));
+    let mut one = joined(&batch(&[9, 4], 1), &batch(&[6], 2));
+    one.run_tokens = vec![both.tokens(), 0];
+    for step in 0..3 {
+        for (batch, is_stacked) in [(&both, true), (&one, false), (&both, true)] {
+            let inputs = decoder.inputs(batch, None).unwrap();
+            let plain = decoder.loss_sum(&inputs);
+            let want = decoder.take_grads(&mut plain.backward());
+            let inputs = decoder.stacking(inputs);
+            let own = decoder.take_grads(&mut decoder.loss_sum(&inputs).backward());
+            assert_eq!(own.iter().zip(&want).any(|(own, want)| own.is_none() && want.is_some()), is_stacked);
+            let stacked = decoder.loss_sum(&inputs);
+            let got = decoder.take_grads_of(&inputs, &mut stacked.backward());
+            let floats_of =
+                |all: Vec<Option<Tensor<1>>>| all.into_iter().map(|g| g.map(floats)).collect::<Vec<_>>();
+            assert_eq!(floats(stacked), floats(plain), "step {step}");
+            assert_eq!(floats_of(got), floats_of(want), "step {step}");
+        }
+        let before = decoder.clone();
+        decoder = shaken(decoder);
+        decoder.stack_as(&before);
+    }
+}
+
 #[test]
 fn attaching_fails_as_a_whole() {
     let mut decoder = random(false);
