@@ -45,6 +45,22 @@ fn backends_and_unsafe_stay_in_ops() {
     }
 }
 
+/// A message that was broken over two lines without a `\` holds the second one's indentation.
+#[test]
+fn messages_have_no_holes() {
+    const HOLE: &str = "        ";
+    for (path, text) in sources() {
+        for line in text.lines().map(str::trim).filter(|line| !line.starts_with("//")) {
+            let code = line.split(" // ").next().unwrap_or_default();
+            let hole = code.split_once(HOLE).filter(|(before, after)| {
+                let word = |c: char| c.is_ascii_alphanumeric() || "`'.,;".contains(c);
+                before.contains('"') && before.ends_with(word) && after.trim_start().starts_with(word)
+            });
+            assert!(hole.is_none(), "{}: {line}", path.display());
+        }
+    }
+}
+
 #[test]
 fn files_stay_short() {
     for (path, text) in sources() {

@@ -117,7 +117,8 @@ def nobody_there(job):
     done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, env=os.environ | world, timeout=120)
     seconds = time.time() - began
     named = "127.0.0.1:9" in done.stderr and "rank" in done.stderr
-    job.say(done.returncode != 0 and named and seconds < 60, f"a master that isn't there: an error after {seconds:.1f} s: {done.stderr.strip().splitlines()[0][:150] if done.stderr.strip() else ''}")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")] or [f"no error, code {done.returncode}"]
+    job.say(done.returncode != 0 and named and seconds < 60, f"a master that isn't there: after {seconds:.1f} s {errors[0]}")
 
 
 def main():

@@ -241,7 +241,8 @@ fn host(place: &Place, deadline: Instant, limit: Duration) -> Result<Vec<Peer>> 
                         missing.join(", "),
                         limit.as_secs()
                     ),
-                    "look at their logs: did they start, and do they reach this machine? `dist_timeout_seconds` says                      how long to wait",
+                    "look at their logs: did they start, and do they reach this machine? `dist_timeout_seconds` says \
+                     how long to wait",
                 ));
             }
         }
@@ -292,7 +293,8 @@ fn join(place: &Place, deadline: Instant, limit: Duration) -> Result<Peer> {
                     format!("rank {rank} found no rank 0 at {name}:{port} within {} s: {e}", limit.as_secs());
                 return Err(Error::train(
                     message,
-                    "look at rank 0's log; `MASTER_ADDR` and `MASTER_PORT` name its machine and a port that is open                      between the machines",
+                    "look at rank 0's log; `MASTER_ADDR` and `MASTER_PORT` name its machine and a port that is open \
+                     between the machines",
                 ));
             }
         }
