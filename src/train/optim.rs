@@ -177,7 +177,7 @@ impl Optimizer {
         updated.map(round).collect()
     }
 
-    /// Updated parameters, each as the rank has it that updates it.
+    /// Updated parameters, each as the rank has it that updates it; on cards they are there after [`Ranks::finish`].
     ///
     /// # Errors
     /// Another rank failed.
@@ -203,6 +203,7 @@ impl Optimizer {
                     let none = || Tensor::zeros([slot.shape.iter().product::<usize>()], device);
                     let owner = &shards.owners[n..=n];
                     let part = ranks.spread(vec![values.unwrap_or_else(none)], owner)?.remove(0);
+                    ranks.finish()?;
                     let foreign = ranks.is_first() && owner[0] != shards.rank;
                     values = Some(if foreign { Tensor::from_data(part.into_data(), &host()) } else { part });
                 }

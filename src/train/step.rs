@@ -442,7 +442,9 @@ impl<'a> Queued<'a> {
             return Ok((Some(update), Vec::new()));
         }
         let after = optimizer.update(before, grads, lr, clip_coef / tokens, None);
-        Ok((Some(update), optimizer.spread(after, ranks)?))
+        let after = optimizer.spread(after, ranks)?;
+        ranks.finish()?;
+        Ok((Some(update), after))
     }
 }
 
