@@ -342,7 +342,7 @@ pub fn load_adapter(decoder: &mut Decoder, run: usize, dir: &Path) -> Result<Ada
     let applied = filled.load_from(&mut store)?;
     report.warnings.extend(no_place_for(&applied.unused));
     report.modules = filled.runs()[run].modules.len();
-    *decoder = filled;
+    *decoder = filled.unstacked();
     Ok(report)
 }
 

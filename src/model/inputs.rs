@@ -80,6 +80,12 @@ impl Inputs {
         Self { recompute: Some(every.max(1)), ..self }
     }
 
+    /// Without stacked adapters, for a pass without a tape.
+    #[must_use]
+    pub fn unstacked(self) -> Self {
+        Self { stacked: Stacked::default(), ..self }
+    }
+
     /// Number of tokens T, padding included.
     pub fn tokens(&self) -> usize {
         self.run_tokens.iter().sum()

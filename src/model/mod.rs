@@ -37,3 +37,5 @@ pub use weights::{LoadReport, check_weights};
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;
+#[cfg(all(test, feature = "flex"))]
+pub(crate) use tests::two_runs;

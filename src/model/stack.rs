@@ -47,7 +47,7 @@ impl Decoder {
     }
 
     /// With nothing stacked.
-    pub(super) fn unstacked(self) -> Self {
+    pub(crate) fn unstacked(self) -> Self {
         Decoder { stack: Stack::default(), ..self }
     }
 

@@ -92,6 +92,14 @@ fn shaken(decoder: Decoder) -> Decoder {
     decoder.set_trainable(shaken)
 }
 
+/// Two runs, and a batch that they share.
+pub(crate) fn two_runs() -> (Decoder, Batch) {
+    let mut decoder = random(false);
+    let specs = [spec(3, 6.0, &["q_proj", "down_proj", "lm_head"]), spec(2, 1.0, &["q_proj", "up_proj"])];
+    decoder.attach_lora(&specs, 5).unwrap();
+    (shaken(decoder), joined(&batch(&[9, 4], 1), &batch(&[6], 2)))
+}
+
 /// Plain gradient descent; the losses before each step.
 fn descend(mut decoder: Decoder, batch: &Batch, steps: usize, dropout: Option<u64>) -> (Decoder, Vec<f32>) {
     let mut losses = Vec::new();
@@ -409,12 +417,8 @@ fn full_training_reaches_every_parameter_and_a_tied_one_by_both_its_uses() {
 /// before must not come back; and of other runs.
 #[test]
 fn stacked_adapters_have_the_gradients_of_their_own() {
-    let mut decoder = random(false);
-    let specs = [spec(3, 6.0, &["q_proj", "down_proj", "lm_head"]), spec(2, 1.0, &["q_proj", "up_proj"])];
-    decoder.attach_lora(&specs, 5).unwrap();
-    let mut decoder = shaken(decoder);
-    let both = joined(&batch(&[9, 4], 1), &batch(&[6], 2));
-    let mut one = joined(&batch(&[9, 4], 1), &batch(&[6], 2));
+    let (mut decoder, both) = two_runs();
+    let mut one = both.clone();
     one.run_tokens = vec![both.tokens(), 0];
     for step in 0..3 {
         for (batch, is_stacked) in [(&both, true), (&one, false), (&both, true)] {

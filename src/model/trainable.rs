@@ -211,7 +211,7 @@ impl Decoder {
 
     /// The places in that order of what an adapter run trains: its adapters; what is trained whole is the first run's.
     pub fn trainable_of(&self, run: usize) -> Vec<usize> {
-        self.trainable_of_runs().swap_remove(run)
+        self.trainable_of_runs().get(run).cloned().unwrap_or_default()
     }
 
     /// [`Decoder::trainable_of`] of each run.

@@ -279,6 +279,11 @@ impl<'a> Job<'a> {
         time.optimizer = clock.elapsed().as_secs_f64();
 
         // ---- count, held-out loss, a line and a row, save ----
+        // Another rank's failure, say: what the other runs have read may be garbage, and must not be saved.
+        let of_all = |update: &&Result<_>| update.as_ref().is_err_and(|e| !matches!(e, Error::Train { .. }));
+        if let Some(n) = updates.iter().position(|update| of_all(&update)) {
+            return updates.into_iter().nth(n).expect("it was found there").map(drop);
+        }
         let turns = counts.into_iter().zip(updates);
         let stepped: Vec<_> =
             brought.iter().enumerate().filter_map(|(n, b)| Some((n, b.as_deref()?))).collect();

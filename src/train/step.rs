@@ -152,12 +152,12 @@ fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
     }
     // The gradient goes down to the lowest trained layer, or to the embedding.
     let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
-    let plain = model.valid();
+    let (plain, bare) = (model.valid(), inputs.clone().unstacked());
     let mut hidden = embedded.clone().inner();
     let mut passes = Vec::with_capacity(model.num_layers());
     for i in 0..model.num_layers() {
         if i.is_multiple_of(every) || !lowest.trains(i) {
-            let y = plain.layer(i, hidden.clone(), inputs);
+            let y = plain.layer(i, hidden.clone(), &bare);
             let x = std::mem::replace(&mut hidden, y);
             passes.extend(lowest.trains(i).then_some(Pass { layer: i, x, y: None }));
         } else {
@@ -463,6 +463,25 @@ fn on_host(parts: Vec<Tensor<1>>) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Their adapters are stacked, and lie on a tape; the pass before the layers are run again has none.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn runs_that_share_a_batch_recompute_as_they_keep() {
+        let (model, batch) = crate::model::two_runs();
+        let sums = |recompute| {
+            let options = StepOptions { recompute, dropout_seed: 3 };
+            let sums = forward_backward_runs(&model, std::slice::from_ref(&batch), &options).unwrap();
+            let floats = |x: Tensor<1>| x.into_data().try_to_vec::<f32>().unwrap();
+            let of_run = |run: GradSums| (run.loss(), run.grads.into_iter().map(floats).collect::<Vec<_>>());
+            sums.into_iter().map(of_run).collect::<Vec<_>>()
+        };
+        let kept = sums(None);
+        assert!(kept.iter().all(|(loss, grads)| *loss > 0.0 && !grads.is_empty()));
+        for every in [1, 2] {
+            assert_eq!(sums(Some(every)), kept, "every {every}");
+        }
+    }
 
     #[test]
     fn a_panic_for_want_of_memory_is_an_error_and_no_other_is() {

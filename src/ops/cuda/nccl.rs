@@ -5,6 +5,7 @@
 //! Nobody waits for ever: the host looks for the end of what is queued, and aborts it if it learns meanwhile that
 //! another rank has failed.
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::ptr::null_mut;
@@ -108,6 +109,8 @@ pub struct Communicator {
     done: cu::CUevent,
     /// A little memory for numbers of the host.
     buffer: u64,
+    /// Whether it was aborted: NCCL has freed it then, and what was under way is garbage.
+    gone: Cell<bool>,
 }
 
 /// Bytes of [`Communicator::buffer`].
@@ -154,7 +157,7 @@ impl Communicator {
             must(cu::cuEventCreate(&mut done, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32), "an event");
             must(cu::cuMemAlloc_v2(&mut buffer, BUFFER), "a little memory");
         }
-        Ok(Self { nccl, gpu, rank, raw, done, buffer })
+        Ok(Self { nccl, gpu, rank, raw, done, buffer, gone: Cell::new(false) })
     }
 
     /// Σ over the cards of each part, f32, as one sum of one allocation, which holds the results. Nobody waits for it before
@@ -163,6 +166,7 @@ impl Communicator {
     /// # Errors
     /// NCCL's own.
     pub fn sum(&self, parts: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Failure> {
+        self.alive()?;
         let (places, copies) = gathered(parts);
         let [Some(first), Some(last)] = [places.first(), places.last()] else { return Ok(Vec::new()) };
         let end = address(last) + (last.meta.num_elements() * size_of::<f32>()) as u64;
@@ -182,6 +186,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::sum`].
     pub fn spread(&self, parts: Vec<Tensor<1>>, owners: &[usize]) -> Result<Vec<Tensor<1>>, Failure> {
+        self.alive()?;
         let place = |(part, &owner): (Tensor<1>, &usize)| {
             let part = dense(part.try_into_primitive::<Cube>().expect("the tensor is on a card"));
             // What is overwritten needn't be copied first.
@@ -213,6 +218,7 @@ impl Communicator {
     /// # Errors
     /// NCCL's own, or `failed` said that another rank has failed.
     pub fn finish(&self, failed: &dyn Fn() -> bool) -> Result<(), Failure> {
+        self.alive()?;
         self.wait(SUCCESS, failed)
     }
 
@@ -248,6 +254,7 @@ impl Communicator {
         failed: &dyn Fn() -> bool,
         call: impl FnOnce(u64) -> Status,
     ) -> Result<(), Failure> {
+        self.alive()?;
         assert!(bytes.len() <= BUFFER, "more numbers of the host than there is room for");
         let (buffer, stream) = (self.buffer, self.gpu.stream());
         let status = self.gpu.enter(|_| {
@@ -271,6 +278,13 @@ impl Communicator {
         let at = at as *mut c_void;
         // SAFETY: `at` is memory of `n` such numbers on this card, held until the call is queued.
         unsafe { (self.nccl.all_reduce)(at, at, n, kind, SUM, self.raw, self.gpu.stream()) }
+    }
+
+    fn alive(&self) -> Result<(), Failure> {
+        match self.gone.get() {
+            true => Err(Failure::Nccl("an earlier call was given up".into())),
+            false => Ok(()),
+        }
     }
 
     /// Whether NCCL took the call.
@@ -317,6 +331,7 @@ impl Communicator {
 
     /// Ends what is under way: the stream goes on without it.
     fn give_up(&self) {
+        self.gone.set(true);
         // SAFETY: the communicator is alive, and nothing is called on it any more: the run ends.
         unsafe {
             (self.nccl.abort)(self.raw);
