@@ -3,13 +3,15 @@
     python tools/scaling/alike.py target/release/embertune --device cuda --ranks 2
     python tools/scaling/alike.py target/release/embertune --device flex --ranks 3      # threads alone, on any machine
 
-The tiny model inside the program in f32, on conversations of uneven length inside it: dropout, accumulation, steps of 6 rows, a last
+The tiny model inside the program in f32, on made-up conversations of uneven length: dropout, accumulation, steps of 6 rows, a last
 step with fewer rows than ranks, held-out loss, LoRA and full fine-tuning. 1 rank against R in threads and in processes; checkpoints
 that go on with another number of ranks; a rank that is killed; a master that isn't there. Needs Python alone.
 """
 
-import argparse, json, os, signal, struct, subprocess, sys, tempfile, time
+import argparse, json, os, struct, subprocess, sys, tempfile, time
 from pathlib import Path
+
+from job import devices, kill_a_rank, steps
 
 
 def rows_of_text(count):
@@ -26,12 +28,9 @@ class Job:
         (self.folder / "lora.toml").write_text("[model.lora]\nrank = 4\nalpha = 8.0\ndropout = 0.1\n")
         (self.folder / "full.toml").write_text("")
 
-    def devices(self, ranks):
-        return f"{self.args.device}:" + ",".join(map(str, range(ranks))) if self.args.device != "flex" or ranks > 1 else "flex"
-
     def command(self, kind, out, ranks, processes=False, more=()):
         start = ["launch", "--ranks", str(ranks), "--"] if processes else []
-        device = self.args.device if processes else self.devices(ranks)
+        device = self.args.device if processes else devices(self.args.device, ranks)
         return [self.args.embertune, *start, "sft", "@", f"{kind}.toml", "--model.name", "embertune/tiny", "--model.dtype", "float32",
                 "--data.name", "train.jsonl", "--data.seq-len", "64", "--data.batch-size", "6", "--data.micro-batch-size", "1",
                 "--val.data.name", "held_out.jsonl", "--val.data.seq-len", "64", "--val.data.batch-size", "6", "--val.interval", "1",
@@ -44,9 +43,8 @@ class Job:
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}\n{done.stderr[-2000:]}")
 
-    def metrics(self, out):
-        rows = [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
-        return [row for row in rows if "loss/mean" in row]
+    def steps(self, out):
+        return steps(self.folder / out)
 
     def weights(self, out, step):
         data = (self.folder / out / f"checkpoints/step_{step}/trainable.safetensors").read_bytes()
@@ -57,7 +55,7 @@ class Job:
             yield from struct.unpack(f"<{(end - begin) // 4}f", data[8 + size + begin:8 + size + end])
 
     def alike(self, what, kind, one, other):
-        a, b = self.metrics(one), self.metrics(other)
+        a, b = self.steps(one), self.steps(other)
         off = {}
         same_steps = [row["step"] for row in a] == [row["step"] for row in b]
         for key in ["loss/mean", "optim/grad_norm", "val/loss"]:
@@ -92,22 +90,11 @@ def trains_alike(job, kind):
 
 def killed(job):
     command = job.command("lora", "killed", job.args.ranks, processes=True, more=["--num-epochs", "10000"])
-    launcher = subprocess.Popen(command, cwd=job.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    stable = job.folder / "killed/checkpoints/step_2/STABLE"
-    while not stable.exists() and launcher.poll() is None:
-        time.sleep(0.05)
-    ranks = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    began = time.time()
-    try:
-        text = launcher.communicate(timeout=60)[1]
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        text = ""
-    seconds, named = time.time() - began, f"rank {len(ranks) - 1}" in text
-    job.say(launcher.returncode not in (0, None) and seconds < 30 and named, f"a killed rank: all ended after {seconds:.1f} s, named: {named}")
+    seconds, code, said = kill_a_rank(command, job.folder / "killed/checkpoints/step_2", job.folder)
+    named = f"rank {job.args.ranks - 1}" in said
+    job.say(code not in (0, None) and seconds < 30 and named, f"a killed rank: all ended after {seconds:.1f} s, named: {named}")
     job.run("lora", "killed", 1, more=["--num-epochs", "None", "--max-steps", "12", "--ckpt.resume-step", "-1"])
-    job.say(len(job.metrics("killed")) == 12, "its last checkpoint goes on")
+    job.say(len(job.steps("killed")) == 12, "its last checkpoint goes on")
 
 
 def nobody_there(job):

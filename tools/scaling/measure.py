@@ -6,9 +6,10 @@ Needs torch and safetensors (to make random models of Qwen3's shapes) and a buil
 (`table.md`) and each measurement's JSON. `--quick` leaves out 8B and full fine-tuning of 4B, `--no-checks` the checks.
 """
 
-import argparse, json, os, signal, subprocess, time
+import argparse, json, subprocess
 from pathlib import Path
 
+import job
 import predict
 
 SHAPES = {
@@ -61,14 +62,14 @@ def make_model(folder, shape):
 
 def flags(args, model, kind, seq_len=4096):
     # A file, because without one the program's own default would set more than these.
-    job = args.out / f"{kind}.toml"
-    job.write_text("[model.lora]\n" if kind == "lora" else "")
-    return ["@", str(job), "--model.name", str(model), "--data.type", "fake", "--data.input-ids", "random",
+    config = args.out / f"{kind}.toml"
+    config.write_text("[model.lora]\n" if kind == "lora" else "")
+    return ["@", str(config), "--model.name", str(model), "--data.type", "fake", "--data.input-ids", "random",
             "--data.seq-len", str(seq_len), "--scheduler.type", "constant", "--optim.lr", "1e-4", "--max-steps", "20"]
 
 
 def devices(n):
-    return ["--device", "cuda:" + ",".join(map(str, range(n)))]
+    return ["--device", job.devices("cuda", n)]
 
 
 def bench(args, name, n, rows, at_once, model, kind, more):
@@ -106,11 +107,6 @@ def table(args, models):
     predict.held_against(list(args.out.glob("*-*.json")))
 
 
-def rows_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss/mean" in row]
-
-
 def sft(args, command, out, model, more):
     rows = str(8 * max(args.gpus))
     return [args.embertune, *command, "sft", *flags(args, model, "lora", 2048), "--data.batch-size", rows, "--ckpt",
@@ -125,7 +121,7 @@ def losses(args, model):
     for name, (command, more) in ways.items():
         out = args.out / f"loss-{name}"
         subprocess.run(sft(args, command, out, model, more), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        runs[name] = [row["loss/mean"] for row in rows_of(out)]
+        runs[name] = [row["loss/mean"] for row in job.steps(out)]
     for name in ["threads", "processes"]:
         off = max(abs(a - b) / a for a, b in zip(runs["one"], runs[name], strict=True))
         print(f"losses of {n} ranks in {name} against one over {len(runs['one'])} steps: {off:.1e} apart at most", flush=True)
@@ -135,19 +131,15 @@ def kill(args, model):
     """A rank killed in the middle: how long the others live; then 2 ranks (or 1) go on from the checkpoint."""
     n, out = max(args.gpus), args.out / "killed"
     command = sft(args, ["launch", "--ranks", str(n), "--"], out, model, ["--device", "cuda", "--max-steps", "100000"])
-    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(args.out / "killed.log", "w"))
-    stable = out / "checkpoints" / "step_5" / "STABLE"
-    while not stable.exists() and launcher.poll() is None:
-        time.sleep(0.05)
-    ranks = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    began = time.time()
-    code = launcher.wait(timeout=120)
-    print(f"a rank of {n} killed: the others ended after {time.time() - began:.1f} s, code {code}", flush=True)
+    seconds, code, said = job.kill_a_rank(command, out / "checkpoints/step_5")
+    (args.out / "killed.log").write_text(said)
+    if code is None:
+        raise SystemExit(f"a rank of {n} killed: the others still ran {seconds:.0f} s later")
+    print(f"a rank of {n} killed: the others ended after {seconds:.1f} s, code {code}", flush=True)
     go_on = sft(args, [], out, model, [*devices(min(2, n)), "--ckpt.resume-step", "-1", "--max-steps", "15"])
     subprocess.run(go_on, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    whole = [row["loss/mean"] for row in rows_of(args.out / "loss-threads")][:15]
-    resumed = [row["loss/mean"] for row in rows_of(out)][: len(whole)]
+    whole = [row["loss/mean"] for row in job.steps(args.out / "loss-threads")][:15]
+    resumed = [row["loss/mean"] for row in job.steps(out)][: len(whole)]
     off = max(abs(a - b) / a for a, b in zip(whole, resumed))
     print(f"the checkpoint of {n} ranks goes on with {min(2, n)}: losses {off:.1e} apart at most", flush=True)
 
