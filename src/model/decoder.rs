@@ -171,7 +171,7 @@ pub struct Decoder {
     #[module(skip)]
     pub(super) dtype: DType,
     #[module(skip)]
-    pub(super) rope: RopeTables,
+    rope: RopeTables,
     /// The adapters as the last pass had them stacked: emptied by whatever changes or attaches some.
     #[module(skip)]
     pub(super) stack: Stack,

@@ -96,6 +96,11 @@ impl Inputs {
         self.run_tokens.len()
     }
 
+    /// Of each run, whether it has tokens.
+    pub(super) fn present(&self) -> impl Iterator<Item = bool> {
+        self.run_tokens.iter().map(|&tokens| tokens > 0)
+    }
+
     /// Whether any position has a trained target; where none has, the loss is a constant 0.
     pub fn has_targets(&self) -> bool {
         self.trained.iter().any(Option::is_some)

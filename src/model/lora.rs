@@ -248,8 +248,10 @@ impl Linear {
         let [a, b] = match inputs.stacked.of(self) {
             Some(stacked) => stacked,
             None => {
-                let (a, b): (Vec<_>, Vec<_>) =
-                    self.present(inputs).map(|adapter| (adapter.lora_a.val(), adapter.lora_b.val())).unzip();
+                let (a, b): (Vec<_>, Vec<_>) = self
+                    .present(inputs.present())
+                    .map(|adapter| (adapter.lora_a.val(), adapter.lora_b.val()))
+                    .unzip();
                 let one = |mut tensors: Vec<Tensor<2>>, dim| match tensors.len() {
                     0 => None,
                     1 => Some(tensors.remove(0)),
@@ -261,10 +263,12 @@ impl Linear {
         Some(Adapters { a, b, parts })
     }
 
-    /// The adapters of the runs that have tokens, in their order.
-    pub(super) fn present(&self, inputs: &Inputs) -> impl Iterator<Item = &Adapter> {
-        let with_tokens = self.adapters.iter().zip(&inputs.run_tokens).filter(|(_, tokens)| **tokens > 0);
-        with_tokens.filter_map(|(adapter, _)| adapter.as_ref())
+    /// The adapters of the runs that are `present` ([`Inputs::present`]), in their order.
+    pub(super) fn present(&self, present: impl Iterator<Item = bool>) -> impl Iterator<Item = &Adapter> {
+        self.adapters
+            .iter()
+            .zip(present)
+            .filter_map(|(adapter, present)| adapter.as_ref().filter(|_| present))
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Param, ParamId};
 use burn::tensor::{Gradients, Tensor};
 
 use super::lora::{Adapter, Linear};
@@ -39,7 +39,7 @@ impl Decoder {
     /// [`Decoder::take_grads_of`] takes.
     #[must_use]
     pub fn stacking(&self, inputs: Inputs) -> Inputs {
-        let present: Vec<bool> = inputs.run_tokens.iter().map(|&tokens| tokens > 0).collect();
+        let present: Vec<bool> = inputs.present().collect();
         if present.iter().filter(|&&is| is).count() < 2 {
             return inputs;
         }
@@ -47,8 +47,9 @@ impl Decoder {
     }
 
     /// With nothing stacked.
-    pub(crate) fn unstacked(self) -> Self {
-        Decoder { stack: Stack::default(), ..self }
+    pub(crate) fn unstacked(mut self) -> Self {
+        self.stack = Stack::default();
+        self
     }
 
     /// Stacks what `before`, this decoder with other values, had stacked: while the device still computes the values.
@@ -68,8 +69,7 @@ impl Decoder {
             |adapter: &&Adapter| adapter.lora_a.is_require_grad() && adapter.lora_b.is_require_grad();
         let (mut ids, mut groups) = (Vec::new(), Vec::new());
         for linear in self.linears() {
-            let with_tokens = linear.adapters.iter().zip(present).filter(|(_, is)| **is);
-            let present: Vec<&Adapter> = with_tokens.filter_map(|(adapter, _)| adapter.as_ref()).collect();
+            let present: Vec<&Adapter> = linear.present(present.iter().copied()).collect();
             if present.len() < 2 || !present.iter().all(trained) {
                 continue;
             }
@@ -95,7 +95,7 @@ impl Decoder {
         let (mut ids, mut groups) = (Vec::new(), Vec::new());
         for linear in self.linears() {
             let Some([a, b]) = inputs.stacked.of(linear) else { continue };
-            let present: Vec<&Adapter> = linear.present(inputs).collect();
+            let present: Vec<&Adapter> = linear.present(inputs.present()).collect();
             let ranks: Vec<usize> = present.iter().map(|adapter| adapter.lora_a.lazy_shape()[0]).collect();
             if let Some(grad) = a.grad_remove(gradients) {
                 ids.extend(present.iter().map(|adapter| adapter.lora_a.id));
@@ -106,17 +106,12 @@ impl Decoder {
                 groups.push((grad, 1, ranks));
             }
         }
-        let places = self.trainable_places();
+        let trainable = self.trainable().into_iter().enumerate();
+        let places: HashMap<ParamId, usize> = trainable.map(|(n, parameter)| (parameter.id, n)).collect();
         for (id, grad) in ids.into_iter().zip(ops::apart(groups).into_iter().flatten()) {
             taken[places[&id]] = Some(grad);
         }
         taken
-    }
-
-    fn trainable_places(&self) -> HashMap<ParamId, usize> {
-        let mut ids = Ids(Vec::new());
-        self.visit(&mut ids);
-        ids.0.into_iter().enumerate().map(|(n, id)| (id, n)).collect()
     }
 
     /// The linear layers, in module order.
@@ -127,16 +122,5 @@ impl Decoder {
             of_attention.into_iter().chain([&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj])
         });
         of_layers.chain(&self.lm_head)
-    }
-}
-
-/// The ids of the trainable parameters.
-struct Ids(Vec<ParamId>);
-
-impl ModuleVisitor for Ids {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if param.is_require_grad() {
-            self.0.push(param.id);
-        }
     }
 }

@@ -275,14 +275,14 @@ impl<'a> Job<'a> {
 
         // ---- divide by each run's tokens, clip, update ----
         let clock = Instant::now();
-        let updates = update_runs(&mut self.model, turns, &self.ranks);
+        let mut updates = update_runs(&mut self.model, turns, &self.ranks);
         time.optimizer = clock.elapsed().as_secs_f64();
 
         // ---- count, held-out loss, a line and a row, save ----
         // Another rank's failure, say: what the other runs have read may be garbage, and must not be saved.
-        let of_all = |update: &&Result<_>| update.as_ref().is_err_and(|e| !matches!(e, Error::Train { .. }));
-        if let Some(n) = updates.iter().position(|update| of_all(&update)) {
-            return updates.into_iter().nth(n).expect("it was found there").map(drop);
+        let of_all = |update: &Result<_>| matches!(update, Err(e) if !matches!(e, Error::Train { .. }));
+        if let Some(n) = updates.iter().position(of_all) {
+            return updates.swap_remove(n).map(drop);
         }
         let turns = counts.into_iter().zip(updates);
         let stepped: Vec<_> =

@@ -359,20 +359,19 @@ pub fn update_runs(model: &mut Decoder, turns: Vec<Turn<'_>>, ranks: &Ranks) -> 
     }
     // While the device still computes them: an update whose norm isn't finite changes no value.
     if on_device {
-        let updated = model.clone().set_trainable(values);
+        let updated = model.clone().set_trainable(values.clone());
         updated.stack_as(model);
         *model = updated;
-        return queued.into_iter().map(|(_, one)| Ok(one?.settle(ranks)?.0)).collect();
     }
-    let mut updates = Vec::with_capacity(queued.len());
-    for (own, one) in queued {
-        let settled = one.and_then(|one| one.settle(ranks));
-        updates.push(settled.map(|(update, new)| {
-            own.iter().zip(new).for_each(|(&n, value)| values[n] = value);
-            update
-        }));
+    let mut settle = |(own, one): (&Vec<usize>, Result<Queued<'_>>)| {
+        let (update, new) = one?.settle(ranks)?;
+        own.iter().zip(new).for_each(|(&n, value)| values[n] = value);
+        Ok(update)
+    };
+    let updates = queued.into_iter().map(&mut settle).collect();
+    if !on_device {
+        *model = model.clone().set_trainable(values);
     }
-    *model = model.clone().set_trainable(values);
     updates
 }
 

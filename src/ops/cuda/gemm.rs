@@ -187,12 +187,13 @@ impl Side<'_> {
             let evenly =
                 |pair: &&[Product]| pair[1].behind(&pair[0]).is_some_and(|found| Some(found) == step);
             let count = 1 + rest.windows(2).take_while(evenly).count();
+            let series = match step {
+                Some([a, b, out]) if count >= MANY => Series { count, steps: [a, b, out, out] },
+                _ => Series::ONE,
+            };
             let Product { a, b, out, alpha } = *first;
-            let [of_a, of_b, of_out] = step.filter(|_| count >= MANY).unwrap_or_default();
-            let count = if count >= MANY { count } else { 1 };
-            let series = Series { count, steps: [of_a, of_b, of_out, of_out] };
             self.multiply([a, b, out, out], alpha, 0.0, series);
-            rest = &rest[count..];
+            rest = &rest[series.count..];
         }
     }
 

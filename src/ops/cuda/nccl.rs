@@ -219,7 +219,34 @@ impl Communicator {
     /// NCCL's own, or `failed` said that another rank has failed.
     pub fn finish(&self, failed: &dyn Fn() -> bool) -> Result<(), Failure> {
         self.alive()?;
-        self.wait(SUCCESS, failed)
+        self.gpu.make_current();
+        // SAFETY: handles made by `new`.
+        must(unsafe { cu::cuEventRecord(self.done, self.gpu.stream()) }, "recording a sum");
+        for round in 0u32.. {
+            // SAFETY: as above.
+            match unsafe { cu::cuEventQuery(self.done) } {
+                CUresult::CUDA_SUCCESS => return Ok(()),
+                CUresult::CUDA_ERROR_NOT_READY => {}
+                error => must(error, "waiting for a sum"),
+            }
+            // Most sums are done in a millisecond; what takes longer is looked at less often.
+            match round {
+                0..2_000 => std::hint::spin_loop(),
+                _ => std::thread::sleep(Duration::from_micros(100)),
+            }
+            if round % 64 != 63 {
+                continue;
+            }
+            let mut status = SUCCESS;
+            // SAFETY: the communicator is alive; the call gets a place for its result.
+            unsafe { (self.nccl.async_error)(self.raw, &mut status) };
+            let broken = status != SUCCESS && status != IN_PROGRESS;
+            if broken || failed() {
+                self.give_up();
+                return Err(if broken { Failure::Nccl(self.nccl.text(status)) } else { Failure::GaveUp });
+            }
+        }
+        unreachable!("the loop ends by returning")
     }
 
     /// Σ over the cards, number by number.
@@ -264,7 +291,8 @@ impl Communicator {
             must(copied, "copying to the card");
             call(buffer)
         });
-        self.wait(status, failed)?;
+        self.queued(status)?;
+        self.finish(failed)?;
         self.gpu.make_current();
         // SAFETY: as above; this copy waits for itself.
         must(
@@ -294,39 +322,6 @@ impl Communicator {
         }
         self.give_up();
         Err(Failure::Nccl(self.nccl.text(status)))
-    }
-
-    /// Until the side stream has come to here.
-    fn wait(&self, status: Status, failed: &dyn Fn() -> bool) -> Result<(), Failure> {
-        self.queued(status)?;
-        self.gpu.make_current();
-        // SAFETY: handles made by `new`.
-        must(unsafe { cu::cuEventRecord(self.done, self.gpu.stream()) }, "recording a sum");
-        for round in 0u32.. {
-            // SAFETY: as above.
-            match unsafe { cu::cuEventQuery(self.done) } {
-                CUresult::CUDA_SUCCESS => return Ok(()),
-                CUresult::CUDA_ERROR_NOT_READY => {}
-                error => must(error, "waiting for a sum"),
-            }
-            // Most sums are done in a millisecond; what takes longer is looked at less often.
-            match round {
-                0..2_000 => std::hint::spin_loop(),
-                _ => std::thread::sleep(Duration::from_micros(100)),
-            }
-            if round % 64 != 63 {
-                continue;
-            }
-            let mut status = SUCCESS;
-            // SAFETY: the communicator is alive; the call gets a place for its result.
-            unsafe { (self.nccl.async_error)(self.raw, &mut status) };
-            let broken = status != SUCCESS && status != IN_PROGRESS;
-            if broken || failed() {
-                self.give_up();
-                return Err(if broken { Failure::Nccl(self.nccl.text(status)) } else { Failure::GaveUp });
-            }
-        }
-        unreachable!("the loop ends by returning")
     }
 
     /// Ends what is under way: the stream goes on without it.

@@ -210,12 +210,12 @@ fn moved(
     wanted: impl Fn(&CubeTensor) -> bool,
     copies: &mut Vec<Copy>,
 ) -> Vec<CubeTensor> {
-    let shared: Vec<usize> = (0..tensors.len()).filter(|&n| wanted(&tensors[n])).collect();
-    let Some(&first) = shared.first() else { return tensors };
-    let shapes: Vec<_> = shared.iter().map(|&n| tensors[n].shape()).collect();
+    let chosen: Vec<usize> = (0..tensors.len()).filter(|&n| wanted(&tensors[n])).collect();
+    let Some(&first) = chosen.first() else { return tensors };
+    let shapes: Vec<_> = chosen.iter().map(|&n| tensors[n].shape()).collect();
     let dtype = tensors[first].dtype();
     let places = super::tensor::pieces(&tensors[first], &shapes, dtype);
-    for (n, place) in shared.into_iter().zip(places) {
+    for (n, place) in chosen.into_iter().zip(places) {
         let old = std::mem::replace(&mut tensors[n], place);
         let (from, to) = (address(&old), address(&tensors[n]));
         let bytes = old.shape().num_elements() * dtype.size();
