@@ -440,3 +440,34 @@ fn adamw_and_sum_of_squares_over_many_tensors() {
         assert!((got.1 / want.1 - 1.0).abs() < 1e-6, "{} {}", got.1, want.1);
     }
 }
+
+/// Full fine-tuning's weights and gradients: bit for bit what Burn's own cast and sum give, with what is held left alone.
+#[test]
+fn tensors_are_cast_and_added_many_at_once() {
+    let Some(device) = card() else { return };
+    let sizes = [1, 7, 8192 * 2 + 5, 4096, 33];
+    let values = |seed: u64, dtype: DType| -> Vec<Tensor<1>> {
+        let of = |(n, &len): (usize, &usize)| {
+            random(len, 1.0, seed + n as u64).frozen().tensor(dtype, &device, true)
+        };
+        sizes.iter().enumerate().map(of).collect()
+    };
+    let (full, half) = (DType::F32, DType::BF16);
+    let host = |xs: Vec<Tensor<1>>, dtype: DType| -> Vec<Vec<f32>> {
+        assert!(xs.iter().all(|x| x.dtype() == dtype));
+        xs.into_iter().map(|x| floats(x.cast(DType::F32))).collect()
+    };
+    for (from, to) in [(full, half), (half, full), (full, full)] {
+        let xs = values(100, from);
+        let want = xs.iter().map(|x| x.clone().cast(to)).collect();
+        assert_eq!(host(ops::cast_each(xs, to), to), host(want, to), "{from:?} to {to:?}");
+    }
+    let sums = values(200, full);
+    for types in [[half; 5], [full; 5], [full, half, half, full, half]] {
+        let more: Vec<_> =
+            (values(300, full).into_iter().zip(types)).map(|(x, dtype)| x.cast(dtype)).collect();
+        let want = sums.iter().zip(&more).map(|(sum, more)| sum.clone() + more.clone().cast(full)).collect();
+        assert_eq!(host(ops::add_each(sums.clone(), more), full), host(want, full), "{types:?}");
+    }
+    assert_eq!(host(sums, full), host(values(200, full), full), "held values stay");
+}

@@ -176,6 +176,12 @@ impl Estimate<'_> {
         if self.load.compute_bytes == 4 { 0 } else { self.sizes.saved * self.load.compute_bytes }
     }
 
+    /// All gradients in f32 and what they are made of at the end of a backward pass: sums of earlier ones, or their
+    /// likes in the type that is computed in.
+    fn gradients(&self) -> usize {
+        self.values() + if self.cast() == 0 { self.sums() } else { self.cast() }
+    }
+
     fn sums(&self) -> usize {
         if self.load.sums { self.values() } else { 0 }
     }
@@ -262,7 +268,7 @@ impl Estimate<'_> {
         let of_head = self.vocabulary(self.sizes.trains_head);
         // Embedding's gradient is made whole and added: to the head's where both are one.
         let made = self.vocabulary(self.sizes.trains_embedding) * (1 + usize::from(self.w.tied));
-        let end = held + self.values();
+        let end = self.values() + self.state() + self.cast() + self.gradients();
         fullest([
             Moment { trained: held, activations: self.tables() + kept + 2 * e, head: self.head() },
             Moment {
@@ -329,7 +335,7 @@ impl Estimate<'_> {
                 activations: (layers + 4) * x + self.tables(),
                 head: of_head,
             },
-            Moment { trained: held + self.sums() + values + cast + of_both, ..Moment::default() },
+            Moment { trained: held + cast + self.gradients() + of_both, ..Moment::default() },
             Moment { trained: held + 2 * values, ..Moment::default() },
         ]);
         let used = self.frozen() + trained + activations + head;

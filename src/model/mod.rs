@@ -12,6 +12,7 @@ mod generate;
 mod inputs;
 mod lora;
 mod memory;
+mod rounded;
 mod size;
 mod speaker;
 mod stack;
@@ -38,4 +39,4 @@ pub use weights::{LoadReport, check_weights};
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 #[cfg(all(test, feature = "flex"))]
-pub(crate) use tests::two_runs;
+pub(crate) use tests::{two_runs, whole_in_bf16};

@@ -124,3 +124,40 @@ impl Decoder {
         of_layers.chain(&self.lm_head)
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::super::tests::{floats, shaken, two_runs};
+    use super::*;
+
+    /// Against the tape that puts the adapters together in each layer; again with other values, for those that were stacked
+    /// before must not come back; and of other runs.
+    #[test]
+    fn stacked_adapters_have_the_gradients_of_their_own() {
+        let (mut decoder, both) = two_runs();
+        let mut one = both.clone();
+        one.run_tokens = vec![both.tokens(), 0];
+        for step in 0..3 {
+            for (batch, is_stacked) in [(&both, true), (&one, false), (&both, true)] {
+                let inputs = decoder.inputs(batch, None).unwrap();
+                let plain = decoder.loss_sum(&inputs);
+                let want = decoder.take_grads(&mut plain.backward());
+                let inputs = decoder.stacking(inputs);
+                let own = decoder.take_grads(&mut decoder.loss_sum(&inputs).backward());
+                assert_eq!(
+                    own.iter().zip(&want).any(|(own, want)| own.is_none() && want.is_some()),
+                    is_stacked
+                );
+                let stacked = decoder.loss_sum(&inputs);
+                let got = decoder.take_grads_of(&inputs, &mut stacked.backward());
+                let floats_of =
+                    |all: Vec<Option<Tensor<1>>>| all.into_iter().map(|g| g.map(floats)).collect::<Vec<_>>();
+                assert_eq!(floats(stacked), floats(plain), "step {step}");
+                assert_eq!(floats_of(got), floats_of(want), "step {step}");
+            }
+            let before = decoder.clone();
+            decoder = shaken(decoder);
+            decoder.stack_as(&before);
+        }
+    }
+}

@@ -29,6 +29,7 @@ mod attention;
 mod chunked;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod each;
 #[cfg(feature = "flex")]
 mod flex;
 mod layer;
@@ -47,7 +48,7 @@ pub mod plain;
 mod rms_norm;
 #[cfg(feature = "flex")]
 mod rope;
-mod stack;
+
 #[cfg(feature = "flex")]
 mod swiglu;
 #[cfg(any(feature = "flex", feature = "cuda"))]
@@ -55,9 +56,9 @@ mod tape;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
+pub use each::{add_each, apart, cast_each, stacked, sum_squares_of};
 pub use layer::{Adapters, DecoderLayer, Kept, Projection, composed, decoder_layer, project, recomputes};
 pub use next_token::{KeyValues, Next, is_finite, most_likely, next_layer, project_few, prompt_layer};
-pub use stack::{apart, stacked};
 
 /// Document boundaries of a micro-batch: `[n + 1]` offsets from 0 to T.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -313,28 +314,6 @@ pub fn sum_squares(x: Tensor<1>) -> Tensor<1> {
         return optim::sum_squares(x);
     }
     plain::sum_squares(x)
-}
-
-/// [`sum_squares`] of many tensors: values that add up to the sum over all, as few as is quick.
-pub fn sum_squares_of(xs: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
-    #[cfg(feature = "cuda")]
-    if !xs.is_empty() && xs.iter().all(cuda::optim::takes) {
-        return vec![cuda::optim::sum_squares(xs)];
-    }
-    xs.into_iter().map(sum_squares).collect()
-}
-
-/// `sums[i] + more[i]` for each i.
-///
-/// # Panics
-/// Where there are not as many of both.
-pub fn add_each(sums: Vec<Tensor<1>>, more: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
-    assert_eq!(sums.len(), more.len(), "add_each: numbers of tensors");
-    #[cfg(feature = "cuda")]
-    if !sums.is_empty() && sums.iter().chain(&more).all(cuda::optim::takes) {
-        return cuda::optim::add(sums, more);
-    }
-    sums.into_iter().zip(more).map(|(sum, more)| sum + more).collect()
 }
 
 /// One AdamW update (torch.optim.AdamW): returns the new (parameter, m, v), all f32; m and v may be bf16 (see

@@ -19,7 +19,7 @@ pub fn held_out_loss(
     batches: impl IntoIterator<Item = Result<Batch>>,
     ranks: &Ranks,
 ) -> Result<f64> {
-    let model = model.valid();
+    let model = model.valid().rounded();
     let (mut sum, mut tokens) = (0.0, 0);
     let trained = batches.into_iter().filter(|b| b.as_ref().map_or(true, |b| b.trained_tokens() > 0));
     for batch in trained.skip(ranks.rank()).step_by(ranks.count()) {

@@ -9,6 +9,7 @@ mod ground;
 pub mod metrics;
 pub mod optim;
 pub mod page;
+mod passes;
 pub mod ranks;
 mod resume;
 mod run;

@@ -4,22 +4,17 @@
 //! 2. [`GradSums::update`]: divide once by the tokens, clip by the global norm, update.
 //!
 //! So the loss is the mean over all trained tokens of the step, not the mean of micro-batch means.
-//!
-//! With recomputation (`[model.ac]`) the backward pass goes layer by layer: the forward pass keeps
-//! only what enters each recomputed layer, and the backward pass runs the layer again, with the
-//! gradient of its output, on a tape of its own. Where a layer is one op it does that by itself, and keeps attention's
-//! output. The numbers are the same, bit for bit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
-use burn::module::Module;
-use burn::tensor::{Gradients, Tensor};
+use burn::tensor::Tensor;
 
 use super::optim::Optimizer;
+use super::passes::{add, pass};
 use super::ranks::Ranks;
 use crate::data::Batch;
-use crate::model::{Decoder, Inputs};
+use crate::model::Decoder;
 use crate::ops::{self, Clip};
 use crate::{Error, Result};
 
@@ -95,12 +90,10 @@ fn sums_of(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<
     let mut sums: Vec<Option<Tensor<1>>> = Vec::new();
     let mut losses: Vec<Vec<Tensor<1>>> = vec![Vec::with_capacity(batches.len()); runs];
     // A micro-batch without targets adds exactly 0 to the loss, the gradients and the count.
+    let rounded = model.rounded();
     for batch in batches.iter().filter(|b| b.trained_tokens() > 0) {
-        let inputs = model.stacking(model.inputs(batch, Some(options.dropout_seed))?);
-        let (of_runs, grads) = match options.recompute {
-            Some(every) => recomputed(model, &inputs, every.max(1)),
-            None => on_one_tape(model, &inputs),
-        };
+        let inputs = rounded.stacking(rounded.inputs(batch, Some(options.dropout_seed))?);
+        let (of_runs, grads) = pass(&rounded, &inputs, options.recompute);
         losses.iter_mut().zip(of_runs).for_each(|(losses, loss)| losses.extend(loss));
         add(&mut sums, grads);
     }
@@ -115,142 +108,6 @@ fn sums_of(model: &Decoder, batches: &[Batch], options: &StepOptions) -> Result<
         GradSums { grads: own.filter_map(|&n| sums[n].take()).collect(), losses, trained_tokens }
     };
     Ok(losses.into_iter().enumerate().map(of_run).collect())
-}
-
-/// Each run's loss, `None` where it has no target; and the gradients of their sum.
-type Pulled = (Vec<Option<Tensor<1>>>, Vec<Option<Tensor<1>>>);
-
-fn on_one_tape(model: &Decoder, inputs: &Inputs) -> Pulled {
-    let losses = model.head_losses(model.hidden(inputs), inputs);
-    let (losses, tape) = backward(losses);
-    // Without a tape no run with tokens in this batch trains anything that they pass.
-    let none = || vec![None; model.trainable().len()];
-    (losses, tape.map_or_else(none, |mut tape| model.take_grads_of(inputs, &mut tape)))
-}
-
-/// The losses without their tape, and the gradients of their sum where it is on one.
-fn backward(losses: Vec<Option<Tensor<1>>>) -> (Vec<Option<Tensor<1>>>, Option<Gradients>) {
-    let sum = losses.iter().flatten().cloned().reduce(|sum, loss| sum + loss);
-    let tape = sum.filter(Tensor::is_tracked).map(|sum| sum.backward());
-    (losses.into_iter().map(|loss| loss.map(Tensor::inner)).collect(), tape)
-}
-
-/// A layer between the forward and the backward pass.
-struct Pass {
-    layer: usize,
-    /// What entered it; a leaf of the kept tape if there is one.
-    x: Tensor<2>,
-    /// Its output, on a tape that was kept; else it is run again.
-    y: Option<Tensor<2>>,
-}
-
-/// A recomputed layer runs without a tape first: one that is dropped stays in Burn's memory until a backward pass comes by.
-fn recomputed(model: &Decoder, inputs: &Inputs, every: usize) -> Pulled {
-    let embedded = model.embed(inputs);
-    if model.recomputes(&embedded, inputs) {
-        return on_one_tape(model, &inputs.clone().recomputing(every));
-    }
-    // The gradient goes down to the lowest trained layer, or to the embedding.
-    let lowest = if embedded.is_tracked() { Lowest::Embedding } else { lowest_trained(model) };
-    let (plain, bare) = (model.valid(), inputs.clone().unstacked());
-    let mut hidden = embedded.clone().inner();
-    let mut passes = Vec::with_capacity(model.num_layers());
-    for i in 0..model.num_layers() {
-        if i.is_multiple_of(every) || !lowest.trains(i) {
-            let y = plain.layer(i, hidden.clone(), &bare);
-            let x = std::mem::replace(&mut hidden, y);
-            passes.extend(lowest.trains(i).then_some(Pass { layer: i, x, y: None }));
-        } else {
-            let x = leaf(hidden, lowest.is_below(i));
-            let y = model.layer(i, x.clone(), inputs);
-            hidden = y.clone().inner();
-            passes.push(Pass { layer: i, x, y: Some(y) });
-        }
-    }
-
-    let x = leaf(hidden, lowest.is_below(model.num_layers()));
-    let (losses, tape) = backward(model.head_losses(x.clone(), inputs));
-    let Some(mut tape) = tape else { return (losses, vec![None; model.trainable().len()]) };
-    let mut grads = model.take_grads_of(inputs, &mut tape);
-    let mut upstream = x.grad_remove(&mut tape);
-    for Pass { layer, x, y } in passes.into_iter().rev() {
-        let x = if y.is_some() { x } else { leaf(x, lowest.is_below(layer)) };
-        let y = y.unwrap_or_else(|| model.layer(layer, x.clone(), inputs));
-        if !y.is_tracked() {
-            break;
-        }
-        let mut tape = pull(y, upstream.take().expect("a layer above a trained one has a gradient"));
-        add(&mut grads, model.take_grads_of(inputs, &mut tape));
-        upstream = x.grad_remove(&mut tape);
-    }
-    if let (Lowest::Embedding, Some(upstream)) = (&lowest, upstream) {
-        add(&mut grads, model.take_grads_of(inputs, &mut pull(embedded, upstream)));
-    }
-    (losses, grads)
-}
-
-/// How far down the gradient has to go.
-enum Lowest {
-    Embedding,
-    Layer(usize),
-}
-
-impl Lowest {
-    /// Whether layer `i` needs a backward pass.
-    fn trains(&self, i: usize) -> bool {
-        match self {
-            Lowest::Embedding => true,
-            Lowest::Layer(lowest) => i >= *lowest,
-        }
-    }
-
-    /// Whether what enters layer `i` needs a gradient.
-    fn is_below(&self, i: usize) -> bool {
-        match self {
-            Lowest::Embedding => true,
-            Lowest::Layer(lowest) => i > *lowest,
-        }
-    }
-}
-
-/// The lowest layer with a trainable parameter; the number of layers if only the top has any.
-fn lowest_trained(model: &Decoder) -> Lowest {
-    let layer = |name: &str| {
-        let rest = name.strip_prefix("model.layers.")?;
-        rest.split('.').next()?.parse::<usize>().ok()
-    };
-    let lowest = model.trainable().iter().filter_map(|p| layer(&p.name)).min();
-    Lowest::Layer(lowest.unwrap_or(model.num_layers()))
-}
-
-fn leaf(x: Tensor<2>, tracked: bool) -> Tensor<2> {
-    if tracked { x.autodiff().require_grad() } else { x }
-}
-
-/// Backward from `y` given the gradient of the loss at it: the gradient of `Σ y·g` at y is g itself.
-fn pull(y: Tensor<2>, gradient: Tensor<2>) -> Gradients {
-    (y * gradient).sum().backward()
-}
-
-fn add(sums: &mut Vec<Option<Tensor<1>>>, grads: Vec<Option<Tensor<1>>>) {
-    if sums.is_empty() {
-        *sums = grads;
-        return;
-    }
-    let (mut places, mut pairs) = (Vec::new(), (Vec::new(), Vec::new()));
-    for (n, (sum, grad)) in sums.iter_mut().zip(grads).enumerate() {
-        match (sum.take(), grad) {
-            (Some(sum), Some(grad)) => {
-                places.push(n);
-                pairs.0.push(sum);
-                pairs.1.push(grad);
-            }
-            (one, other) => *sum = one.or(other),
-        }
-    }
-    for (n, sum) in places.into_iter().zip(ops::add_each(pairs.0, pairs.1)) {
-        sums[n] = Some(sum);
-    }
 }
 
 impl GradSums {

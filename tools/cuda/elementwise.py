@@ -279,6 +279,27 @@ def check_optimizer(machine, sizes, gradient=torch.float32, moments=torch.float3
     return errors
 
 
+def check_gradients(machine, sizes, gradient, size=8192):
+    """put_gradients, add_gradients and round_parameters, bit for bit."""
+    dev, defines = machine.device, ["GRADIENT_BF16"] if gradient == torch.bfloat16 else []
+    module = machine.module([*BASE, "optimizer.cu"], defines)
+    nan = lambda n, dtype: torch.full((n,), float("nan"), device=dev, dtype=dtype)
+    state = [(nan(n, torch.float32), None, None, torch.randn(n, device=dev).to(gradient), nan(n, torch.bfloat16), 0.0) for n in sizes]
+    table, n = piece_table(state, size, dev)
+    module.launch("put_gradients", n, 256, 0, table)
+    machine.synchronize()
+    assert all(torch.equal(s[0], s[3].float()) for s in state), "put_gradients"
+    first = [s[0].clone() for s in state]
+    for s in state:
+        s[3].copy_(torch.randn(s[3].shape, device=dev))
+    module.launch("add_gradients", n, 256, 0, table)
+    module.launch("round_parameters", n, 256, 0, table)
+    machine.synchronize()
+    assert all(torch.equal(s[0], f + s[3].float()) for s, f in zip(state, first)), "add_gradients"
+    assert all(torch.equal(s[4], s[0].bfloat16()) for s in state), "round_parameters"
+    return {"sum": 0.0}
+
+
 def check_embedding(machine, tokens, vocab, dim, dtype):
     dev = machine.device
     module = machine.module([*BASE, "embedding.cu"], _defines(dtype))
@@ -369,5 +390,7 @@ def suite(machine, small):
     sizes = [1024, 7, 8192 * 2 + 5, 4096, 33] + ([] if small else [3_000_000])
     yield "adamw", check_optimizer(machine, sizes), f32
     yield "adamw, bf16 gradients", check_optimizer(machine, sizes, gradient=bf16), bf16
+    for gradient in (f32, bf16):
+        yield "gradients put and added", check_gradients(machine, sizes, gradient), gradient
     # bf16 moments are compared loosely: the parameter has moved by 3 steps of lr only.
     yield "adamw, bf16 moments", {"moments": check_optimizer(machine, sizes, moments=bf16)["p"]}, bf16

@@ -38,6 +38,8 @@ pub enum Files {
     Rows,
     /// AdamW and sums of squares.
     Optimizer,
+    /// The same files for gradients in bf16.
+    HalfGradients,
     /// Sums of partial results.
     Small,
     /// Adapters into their places beside stacked weights.
@@ -85,7 +87,7 @@ impl Module {
             Files::Swiglu => &[common, elements, include_str!("swiglu.cu")],
             Files::CrossEntropy => &[common, elements, include_str!("cross_entropy.cu")],
             Files::Rows => &[common, elements, include_str!("rows.cu")],
-            Files::Optimizer => &[common, elements, include_str!("optimizer.cu")],
+            Files::Optimizer | Files::HalfGradients => &[common, elements, include_str!("optimizer.cu")],
             Files::Small => &[common, elements, include_str!("small.cu")],
             Files::Adapters => &[common, elements, include_str!("adapters.cu")],
             Files::Embedding => &[common, elements, include_str!("embedding.cu")],
@@ -105,6 +107,7 @@ impl Module {
             Files::Swiglu => vec![format!("FEATURES={size}")],
             Files::CrossEntropy => vec![format!("CE_THREADS={CE_THREADS}")],
             Files::Optimizer if size == 16 => vec!["MOMENTS_BF16".into()],
+            Files::HalfGradients => vec!["GRADIENT_BF16".into()],
             Files::Rows | Files::Optimizer | Files::Small | Files::Adapters | Files::Embedding => Vec::new(),
         };
         if self.float32 {

@@ -50,19 +50,28 @@ fn primitive(x: Tensor<1>) -> CubeTensor {
     dense(x.try_into_primitive::<Cube>().expect("`takes` has seen the device"))
 }
 
-/// The pieces of a tensor's elements at these addresses, moments of `width` bytes.
-fn pieces(count: usize, addresses: [u64; 4], width: usize) -> impl Iterator<Item = Piece> {
+/// Where the elements of a parameter, its moments, gradient and copy lie; `None` where a kernel doesn't ask.
+#[derive(Clone, Copy, Default)]
+struct Places<'a> {
+    parameter: Option<&'a CubeTensor>,
+    moments: Option<[&'a CubeTensor; 2]>,
+    grad: Option<&'a CubeTensor>,
+    copy: Option<&'a CubeTensor>,
+}
+
+/// The pieces of `count` elements.
+fn pieces(count: usize, places: Places<'_>) -> impl Iterator<Item = Piece> {
+    let whole = |x: Option<&CubeTensor>| x.map(|x| (address(x), x.dtype.size()));
+    let [parameter, grad, copy] = [places.parameter, places.grad, places.copy].map(whole);
+    let [m, v] = [0, 1].map(|n| whole(places.moments.map(|moments| moments[n])));
     (0..count).step_by(PIECE).map(move |first| {
-        let at = |n: usize, width: usize| match addresses[n] {
-            0 => 0,
-            address => address + (width * first) as u64,
-        };
+        let at = |x: Option<(u64, usize)>| x.map_or(0, |(address, width)| address + (width * first) as u64);
         Piece {
-            parameter: at(0, 4),
-            m: at(1, width),
-            v: at(2, width),
-            grad: at(3, 4),
-            copy: 0,
+            parameter: at(parameter),
+            m: at(m),
+            v: at(v),
+            grad: at(grad),
+            copy: at(copy),
             count: PIECE.min(count - first) as i32,
             weight_decay: 0.0,
             first: first as u32,
@@ -81,7 +90,8 @@ fn table(like: &CubeTensor, pieces: &[Piece]) -> CubeTensor {
 pub fn sum_squares(xs: Vec<Tensor<1>>) -> Tensor<1> {
     let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
     let like = &xs[0];
-    let list: Vec<Piece> = xs.iter().flat_map(|x| pieces(x.shape()[0], [0, 0, 0, address(x)], 4)).collect();
+    let of_one = |grad| pieces(count(grad), Places { grad: Some(grad), ..Places::default() });
+    let list: Vec<Piece> = xs.iter().flat_map(of_one).collect();
     let table = table(like, &list);
     let partials = empty(like, [list.len()], DType::F32);
     let out = empty(like, [1], DType::F32);
@@ -115,8 +125,9 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>)
     let moments = ms[0].dtype();
     let mut list = Vec::new();
     for (n, step) in steps.iter().enumerate() {
-        let addresses = [&params[n], &ms[n], &vs[n], &grads[n]].map(address);
-        let pieces = pieces(params[n].shape()[0], addresses, moments.size());
+        let (parameter, grad) = (Some(&params[n]), Some(&grads[n]));
+        let places = Places { parameter, moments: Some([&ms[n], &vs[n]]), grad, copy: None };
+        let pieces = pieces(count(&params[n]), places);
         let (weight_decay, rounding) = (step.weight_decay as f32, step.rounding);
         list.extend(pieces.map(|piece| Piece { weight_decay, rounding, ..piece }));
     }
@@ -136,23 +147,73 @@ pub fn adamw(tensors: Vec<[Tensor<1>; 4]>, steps: &[AdamW], clip: Option<&Clip>)
     updated.map(|((param, m), v)| [param, m, v].map(Tensor::from_primitive::<Cube>)).collect()
 }
 
-/// Each sum with its gradient added, in one launch.
+/// Whether [`add`] takes this gradient, and [`cast`] this tensor.
+pub fn takes_either(x: &Tensor<1>) -> bool {
+    takes(x) || x.dtype() == DType::BF16 && !x.is_autodiff() && x.dims()[0] > 0 && is_card(&x.device())
+}
+
+/// Each sum with its gradient added, in one launch for each type of gradients.
 pub fn add(sums: Vec<Tensor<1>>, grads: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     let mut copies = Vec::new();
     let sums = own(sums.into_iter().map(primitive).collect(), &mut copies);
     let grads: Vec<CubeTensor> = grads.into_iter().map(primitive).collect();
-    let pairs = sums.iter().zip(&grads);
-    let list: Vec<Piece> =
-        pairs.flat_map(|(sum, g)| pieces(sum.shape()[0], [address(sum), 0, 0, address(g)], 4)).collect();
-    let table = table(&sums[0], &list);
+    if !copies.is_empty() {
+        // This look-up waits for what was launched before.
+        pointer(&sums[0]);
+        gpu(&sums[0]).enter(|side| copies.iter().for_each(|copy| copy.run(side)));
+    }
+    let place = |(sum, grad)| Places { parameter: Some(sum), grad: Some(grad), ..Places::default() };
+    for dtype in [DType::F32, DType::BF16] {
+        let pairs = sums.iter().zip(&grads).filter(|(_, grad)| grad.dtype == dtype);
+        over_pieces(gradients(dtype), "add_gradients", pairs.map(place));
+    }
+    sums.into_iter().map(Tensor::from_primitive::<Cube>).collect()
+}
+
+/// Each in the other type, of f32 and bf16, in one allocation.
+pub fn cast(xs: Vec<Tensor<1>>, dtype: DType) -> Vec<Tensor<1>> {
+    let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
+    let shapes: Vec<_> = xs.iter().map(TensorMetadata::shape).collect();
+    let out = super::tensor::pieces(&xs[0], &shapes, dtype);
+    let pairs = xs.iter().zip(&out);
+    match dtype {
+        DType::F32 => {
+            let place = |(x, out)| Places { parameter: Some(out), grad: Some(x), ..Places::default() };
+            over_pieces(gradients(DType::BF16), "put_gradients", pairs.map(place));
+        }
+        _ => {
+            let place = |(x, out)| Places { parameter: Some(x), copy: Some(out), ..Places::default() };
+            over_pieces(gradients(DType::F32), "round_parameters", pairs.map(place));
+        }
+    }
+    out.into_iter().map(Tensor::from_primitive::<Cube>).collect()
+}
+
+/// The kernels for gradients of this type.
+fn gradients(dtype: DType) -> Module {
+    match dtype {
+        DType::BF16 => Module::bf16(Files::HalfGradients, 0),
+        _ => module(DType::F32),
+    }
+}
+
+/// A kernel that takes pieces and nothing else.
+fn over_pieces<'a>(module: Module, kernel: &'static str, places: impl Iterator<Item = Places<'a>>) {
+    let (mut list, mut like) = (Vec::new(), None);
+    for places in places {
+        let Some(parameter) = places.parameter else { continue };
+        list.extend(pieces(count(parameter), places));
+        like = Some(parameter);
+    }
+    let Some(like) = like else { return };
+    let table = table(like, &list);
     // This look-up waits for what was launched before.
     let arguments = [pointer(&table).into()];
-    gpu(&sums[0]).enter(|side| {
-        copies.iter().for_each(|copy| copy.run(side));
-        let grid = Grid::new(list.len(), 256);
-        side.launch(module(DType::F32), "add_gradients", grid, &arguments);
-    });
-    sums.into_iter().map(Tensor::from_primitive::<Cube>).collect()
+    gpu(like).enter(|side| side.launch(module, kernel, Grid::new(list.len(), 256), &arguments));
+}
+
+fn count(x: &CubeTensor) -> usize {
+    x.shape().num_elements()
 }
 
 /// `Adam` of `optimizer.cu`.

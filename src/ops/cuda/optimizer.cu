@@ -165,17 +165,31 @@ KERNEL __launch_bounds__(256) adamw(const Piece* __restrict__ pieces, const floa
     }
 }
 
-// Sums of gradients over micro-batches: parameter += grad. grid = pieces, 256 threads.
-KERNEL __launch_bounds__(256) add_gradients(const Piece* __restrict__ pieces) {
-    const Piece piece = pieces[blockIdx.x];
+// Sums of gradients over micro-batches: parameter += grad, or = grad. grid = pieces, 256 threads.
+template <bool ADD> DEVICE void take_gradient(const Piece& piece) {
     const int count4 = (((u64)piece.parameter | (u64)piece.grad) & 15) ? 0 : piece.count / 4;
     for (int i = threadIdx.x; i < count4; i += 256) {
-        float sum[4], g[4];
-        load4(sum, piece.parameter + i * 4);
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, g[4];
+        if (ADD) load4(sum, piece.parameter + i * 4);
         load4(g, piece.grad + i * 4);
 #pragma unroll
         for (int j = 0; j < 4; j++) sum[j] += g[j];
         store4(piece.parameter + i * 4, sum);
     }
-    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) piece.parameter[i] += as_float(piece.grad[i]);
+    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256)
+        piece.parameter[i] = (ADD ? piece.parameter[i] : 0.0f) + as_float(piece.grad[i]);
+}
+KERNEL __launch_bounds__(256) add_gradients(const Piece* __restrict__ pieces) { take_gradient<true>(pieces[blockIdx.x]); }
+KERNEL __launch_bounds__(256) put_gradients(const Piece* __restrict__ pieces) { take_gradient<false>(pieces[blockIdx.x]); }
+
+// Parameters rounded for the products: copy = parameter. grid = pieces, 256 threads.
+KERNEL __launch_bounds__(256) round_parameters(const Piece* __restrict__ pieces) {
+    const Piece piece = pieces[blockIdx.x];
+    const int count4 = (((u64)piece.parameter | (u64)piece.copy << 1) & 15) ? 0 : piece.count / 4;
+    for (int i = threadIdx.x; i < count4; i += 256) {
+        float p[4];
+        load4(p, piece.parameter + i * 4);
+        store4(piece.copy + i * 4, p);
+    }
+    for (int i = count4 * 4 + threadIdx.x; i < piece.count; i += 256) piece.copy[i] = to_bf16(piece.parameter[i]);
 }
