@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::ptr::null_mut;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::sys::{self as cu, CUdevice_attribute as Attribute, CUresult};
 
@@ -18,22 +18,24 @@ use super::kernels::Kernels;
 const DRIVER: i32 = 12_050;
 /// Bytes of the products' scratch memory.
 pub const WORKSPACE: usize = 64 << 20;
+/// Streams for products that don't depend on each other, the side stream among them.
+const LANES: usize = 4;
 /// Counters that kernels find at 0 and leave at 0.
 const COUNTERS: usize = 1024;
 
 /// One card: context, side stream and what is reused from call to call.
 pub struct Gpu {
     context: cu::CUcontext,
-    stream: cu::CUstream,
+    main: Lane,
     before: cu::CUevent,
     after: cu::CUevent,
+    lanes: OnceLock<[Lane; LANES]>,
     /// 90 for compute capability 9.0.
     pub capability: u32,
     /// Number of multiprocessors.
     pub multiprocessors: usize,
     /// Bytes of shared memory that a block may have.
     pub shared_memory: usize,
-    workspace: u64,
     counters: u64,
     pool: cu::CUmemoryPool,
     caches: Mutex<Caches>,
@@ -50,6 +52,44 @@ impl std::fmt::Debug for Gpu {
 unsafe impl Send for Gpu {}
 // SAFETY: as above.
 unsafe impl Sync for Gpu {}
+
+/// A stream and what products work in there.
+#[derive(Debug, Clone, Copy)]
+pub struct Lane {
+    /// The stream.
+    pub stream: cu::CUstream,
+    /// The address of the products' scratch memory, [`WORKSPACE`] bytes.
+    pub workspace: u64,
+    /// Recorded where others wait for this stream.
+    reached: cu::CUevent,
+}
+
+impl Lane {
+    /// With the card's context current.
+    fn new() -> Result<Self, Unusable> {
+        let (mut stream, mut workspace, mut reached) = (null_mut(), 0, null_mut());
+        // SAFETY: each call gets a place for its result; nothing is ever freed.
+        unsafe {
+            let apart = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            ok(cu::cuStreamCreate(&mut stream, apart), "a stream")?;
+            ok(cu::cuEventCreate(&mut reached, UNTIMED), "an event")?;
+            ok(cu::cuMemAlloc_v2(&mut workspace, WORKSPACE), "64 MiB")?;
+        }
+        Ok(Self { stream, workspace, reached })
+    }
+
+    /// What is launched here from now on comes after what the other has now.
+    fn follow(&self, other: &Lane) {
+        // SAFETY: streams and events are never freed.
+        unsafe {
+            must(cu::cuEventRecord(other.reached, other.stream), "recording a stream");
+            must(cu::cuStreamWaitEvent(self.stream, other.reached, 0), "waiting for a stream");
+        }
+    }
+}
+
+/// For events that only order.
+const UNTIMED: u32 = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
 
 /// What is looked up instead of made again.
 struct Caches {
@@ -93,22 +133,15 @@ impl Gpu {
     fn new(index: usize) -> Result<Gpu, Unusable> {
         libraries()?;
         let device = device(index)?;
-        let (mut context, mut stream) = (null_mut(), null_mut());
+        let (mut context, mut counters) = (null_mut(), 0);
         let (mut before, mut after) = (null_mut(), null_mut());
-        let (mut workspace, mut counters) = (0, 0);
         // SAFETY: each call gets a place for its result; the device is valid, and from the second
         // call on the context is current. The allocations are never freed.
         unsafe {
             ok(cu::cuDevicePrimaryCtxRetain(&mut context, device), "its context")?;
             ok(cu::cuCtxSetCurrent(context), "its context")?;
-            ok(
-                cu::cuStreamCreate(&mut stream, cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32),
-                "a stream",
-            )?;
-            let untimed = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-            ok(cu::cuEventCreate(&mut before, untimed), "an event")?;
-            ok(cu::cuEventCreate(&mut after, untimed), "an event")?;
-            ok(cu::cuMemAlloc_v2(&mut workspace, WORKSPACE), "64 MiB")?;
+            ok(cu::cuEventCreate(&mut before, UNTIMED), "an event")?;
+            ok(cu::cuEventCreate(&mut after, UNTIMED), "an event")?;
             ok(cu::cuMemAlloc_v2(&mut counters, COUNTERS), "a little memory")?;
             ok(cu::cuMemsetD8_v2(counters, 0, COUNTERS), "a little memory")?;
         }
@@ -127,13 +160,13 @@ impl Gpu {
         let pool = super::memory::pool(index)?;
         Ok(Gpu {
             context,
-            stream,
+            main: Lane::new()?,
             before,
             after,
+            lanes: OnceLock::new(),
             capability: (major * 10 + minor) as u32,
             multiprocessors: attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_memory: attribute(device, shared)? as usize,
-            workspace,
             counters,
             pool,
             caches: Mutex::new(Caches { kernels: Kernels::default(), products }),
@@ -149,13 +182,13 @@ impl Gpu {
         // SAFETY: handles made by `new`, which live as long as the process.
         unsafe {
             must(cu::cuCtxRecordEvent(self.context, self.before), "recording what came before");
-            must(cu::cuStreamWaitEvent(self.stream, self.before, 0), "waiting for what came before");
+            must(cu::cuStreamWaitEvent(self.main.stream, self.before, 0), "waiting for what came before");
         }
         side.mark(|| None);
         let result = work(&mut side);
         // SAFETY: as above.
         unsafe {
-            must(cu::cuEventRecord(self.after, self.stream), "recording an op");
+            must(cu::cuEventRecord(self.after, self.main.stream), "recording an op");
             must(cu::cuCtxWaitEvent(self.context, self.after), "ordering an op");
         }
         result
@@ -167,14 +200,14 @@ impl Gpu {
         self.counters + n as u64 * 4
     }
 
-    /// The address of the products' scratch memory, 64 MiB.
-    pub fn workspace(&self) -> u64 {
-        self.workspace
-    }
-
     /// The side stream.
     pub fn stream(&self) -> cu::CUstream {
-        self.stream
+        self.main.stream
+    }
+
+    /// The side stream and its scratch memory.
+    pub fn main(&self) -> Lane {
+        self.main
     }
 
     /// The pool of `memory.rs`.
@@ -200,10 +233,24 @@ impl Side<'_> {
         &mut self.caches.products
     }
 
+    /// Runs `work` on up to `wanted` streams, the side stream first, which begin after what is launched and end before what
+    /// will be. What it launches on different ones must not depend on each other.
+    pub fn fork(&mut self, wanted: usize, work: impl FnOnce(&mut Self, &[Lane])) {
+        let gpu = self.gpu;
+        let all = gpu.lanes.get_or_init(|| {
+            let more = || Lane::new().unwrap_or_else(|e| panic!("CUDA, a stream: {}", e.problem));
+            std::array::from_fn(|n| if n == 0 { gpu.main } else { more() })
+        });
+        let lanes = &all[..wanted.clamp(1, LANES)];
+        lanes[1..].iter().for_each(|lane| lane.follow(&gpu.main));
+        work(self, lanes);
+        lanes[1..].iter().for_each(|lane| gpu.main.follow(lane));
+    }
+
     /// `bytes` zeros at `pointer`.
     pub fn zero(&mut self, pointer: u64, bytes: usize) {
         // SAFETY: the caller names memory of a tensor that it holds.
-        must(unsafe { cu::cuMemsetD8Async(pointer, 0, bytes, self.gpu.stream) }, "filling with zeros");
+        must(unsafe { cu::cuMemsetD8Async(pointer, 0, bytes, self.gpu.stream()) }, "filling with zeros");
     }
 }
 

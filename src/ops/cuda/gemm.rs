@@ -11,7 +11,7 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulTile_t as Tile, cublasLtMatrixLayoutAttribute_t as Layout, cublasStatus_t as Status,
 };
 
-use super::driver::{Side, Unusable, WORKSPACE};
+use super::driver::{Lane, Side, Unusable, WORKSPACE};
 
 /// How many of cuBLASLt's choices are looked at.
 const CHOICES: usize = 8;
@@ -99,6 +99,12 @@ impl Product {
         [self.a, self.b, self.out].map(|x| x.pointer)
     }
 
+    /// Multiplications, in thousands.
+    fn size(&self) -> usize {
+        let ([m, k], [_, n]) = (self.a.shape(), self.b.shape());
+        m * n * k / 1000
+    }
+
     /// How far its matrices lie behind those of a product that differs in nothing else; `None` where it does, or where they
     /// lie before.
     fn behind(&self, other: &Product) -> Option<[u64; 3]> {
@@ -175,12 +181,14 @@ impl Products {
 impl Side<'_> {
     /// `out ← alpha · a · b + beta · out`
     pub fn product(&mut self, a: Matrix, b: Matrix, out: Matrix, alpha: f32, beta: f32) {
-        self.multiply([a, b, out, out], alpha, beta, Series::ONE);
+        self.multiply([a, b, out, out], alpha, beta, Series::ONE, self.gpu.main());
     }
 
-    /// Products that don't depend on each other; many of one shape that lie evenly apart go in one call.
+    /// Products that don't depend on each other; many of one shape that lie evenly apart go in one call. Calls run side by
+    /// side, since one with low ranks doesn't fill the card.
     pub fn each_product(&mut self, mut all: Vec<Product>) {
         all.sort_by_key(|product| product.out.pointer);
+        let mut calls = Vec::new();
         let mut rest = &all[..];
         while let [first, others @ ..] = rest {
             let step = others.first().and_then(|next| next.behind(first));
@@ -191,25 +199,42 @@ impl Side<'_> {
                 Some([a, b, out]) if count >= MANY => Series { count, steps: [a, b, out, out] },
                 _ => Series::ONE,
             };
-            let Product { a, b, out, alpha } = *first;
-            self.multiply([a, b, out, out], alpha, 0.0, series);
+            calls.push((*first, series));
             rest = &rest[series.count..];
         }
+        let main = self.gpu.main();
+        if calls.len() < 2 || super::trace::wanted() {
+            calls.iter().for_each(|(product, series)| self.call(product, *series, main));
+            return;
+        }
+        // The longest first, each where least is to do.
+        calls.sort_by_key(|(product, series)| std::cmp::Reverse(product.size() * series.count));
+        self.fork(calls.len(), |side, lanes| {
+            let mut load = vec![0; lanes.len()];
+            for (product, series) in calls {
+                let lane = (0..lanes.len()).min_by_key(|&n| load[n]).unwrap_or(0);
+                load[lane] += product.size() * series.count;
+                side.call(&product, series, lanes[lane]);
+            }
+        });
+    }
+
+    fn call(&mut self, Product { a, b, out, alpha }: &Product, series: Series, lane: Lane) {
+        self.multiply([*a, *b, *out, *out], *alpha, 0.0, series, lane);
     }
 
     /// `out ← a · b + c`, with c's shape and type that of `out`.
     pub fn product_onto(&mut self, a: Matrix, b: Matrix, c: Matrix, out: Matrix) {
         assert_eq!((c.shape(), c.dtype), (out.shape(), out.dtype), "product onto {c:?} into {out:?}");
-        self.multiply([a, b, c, out], 1.0, 1.0, Series::ONE);
+        self.multiply([a, b, c, out], 1.0, 1.0, Series::ONE, self.gpu.main());
     }
 
-    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32, series: Series) {
+    fn multiply(&mut self, [a, b, c, out]: [Matrix; 4], alpha: f32, beta: f32, series: Series, lane: Lane) {
         let ([m, k], [k2, n]) = (a.shape(), b.shape());
         assert_eq!((k, out.shape()), (k2, [m, n]), "product of {a:?} and {b:?} into {out:?}");
         if m == 0 || n == 0 {
             return;
         }
-        let (workspace, stream) = (self.gpu.workspace(), self.gpu.stream());
         let products = self.products();
         let handle = products.handle;
         let plan = products.plan([&a, &b, &c, &out], beta != 0.0, series);
@@ -231,9 +256,9 @@ impl Side<'_> {
                 pointer(&out),
                 plan.layouts[3],
                 &plan.algorithm,
-                workspace as *mut c_void,
+                lane.workspace as *mut c_void,
                 WORKSPACE,
-                stream.cast(),
+                lane.stream.cast(),
             )
         };
         must(status, "product", &[a, b, out]);

@@ -32,7 +32,8 @@ pub struct Launches {
     pub count: usize,
 }
 
-fn wanted() -> bool {
+/// Whether there is a trace.
+pub(super) fn wanted() -> bool {
     static WANTED: OnceLock<bool> = OnceLock::new();
     *WANTED.get_or_init(|| std::env::var("EMBERTUNE_CUDA_TRACE").is_ok_and(|value| value == "1"))
 }
