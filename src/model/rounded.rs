@@ -50,11 +50,14 @@ impl ModuleVisitor for Unlike {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val().inner();
-        if value.dtype() != self.dtype && param.id != self.embedding && self.adapters == 0 {
+        if self.adapters > 0 || param.id == self.embedding {
+            return;
+        }
+        let value = param.val();
+        if value.dtype() != self.dtype {
             let n = value.shape().num_elements();
             self.ids.push(param.id);
-            self.values.push(value.reshape([n]));
+            self.values.push(value.inner().reshape([n]));
         }
     }
 }

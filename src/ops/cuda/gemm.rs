@@ -19,6 +19,8 @@ const CHOICES: usize = 8;
 const LARGE: usize = 1 << 22;
 /// Summands from which on cuBLASLt's first choice is taken.
 const LONG: usize = 1 << 14;
+/// Calls from which on they run side by side; with fewer the streams' waits for each other cost more.
+const SIDE_BY_SIDE: usize = 8;
 /// Products of one shape from which on they are made in one call: a few are as fast one by one.
 const MANY: usize = 4;
 /// Tiles that were faster on an H200 than cuBLASLt's first choice, by up to 15 %, best first: they leave room for the
@@ -184,8 +186,8 @@ impl Side<'_> {
         self.multiply([a, b, out, out], alpha, beta, Series::ONE, self.gpu.main());
     }
 
-    /// Products that don't depend on each other; many of one shape that lie evenly apart go in one call. Calls run side by
-    /// side, since one with low ranks doesn't fill the card.
+    /// Products that don't depend on each other; many of one shape that lie evenly apart go in one call. Of many
+    /// calls some run side by side, since one with low ranks and few rows doesn't fill the card.
     pub fn each_product(&mut self, mut all: Vec<Product>) {
         all.sort_by_key(|product| product.out.pointer);
         let mut calls = Vec::new();
@@ -203,7 +205,7 @@ impl Side<'_> {
             rest = &rest[series.count..];
         }
         let main = self.gpu.main();
-        if calls.len() < 2 || super::trace::wanted() {
+        if calls.len() < SIDE_BY_SIDE || super::trace::wanted() {
             calls.iter().for_each(|(product, series)| self.call(product, *series, main));
             return;
         }
