@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -48,14 +49,16 @@ pub fn write(parent: &Path, step: usize, fill: impl FnOnce(&Path) -> Result<()>)
     }
     fs::create_dir_all(&temporary).map_err(|e| Error::io(&temporary, "create", e))?;
     fill(&temporary)?;
-    let mut files = BTreeMap::new();
-    for name in list(&temporary)? {
+    // A file's bytes go to the disk while it is read once more.
+    let finish = |name: String| {
         let path = temporary.join(&name);
         share(&path, &temporary)?;
-        sync(&path)?;
+        let (synced, seal) = rayon::join(|| sync(&path), || seal(&path));
+        synced?;
         path.ancestors().skip(1).take_while(|p| *p != temporary).try_for_each(sync)?;
-        files.insert(name, seal(&path)?);
-    }
+        Ok((name, seal?))
+    };
+    let files = list(&temporary)?.into_par_iter().map(finish).collect::<Result<BTreeMap<_, _>>>()?;
     let text = serde_json::to_string_pretty(&Stable { files }).expect("names and numbers are JSON");
     let stable = temporary.join(STABLE);
     fs::write(&stable, text).map_err(|e| Error::io(&stable, "write", e))?;

@@ -1,10 +1,14 @@
-//! Flat f32 tensors by name, to and from a safetensors file, one tensor in host memory at a time.
+//! Flat f32 tensors by name, to and from a safetensors file, three tensors in host memory at a time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 use burn::tensor::{Device, Tensor, TensorData};
 use safetensors::tensor::{Dtype, Metadata, View};
@@ -22,34 +26,63 @@ pub struct Named {
     pub values: Tensor<1>,
 }
 
-impl View for &Named {
+impl Named {
+    /// As they lie in the file.
+    fn bytes(&self) -> Vec<u8> {
+        let data = self.values.to_data();
+        let values = data.as_slice::<f32>().expect("trainable tensors are f32");
+        // As one copy where numbers lie in memory as they lie in the file.
+        match cfg!(target_endian = "little") {
+            true => bytemuck::cast_slice(values).to_vec(),
+            false => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        }
+    }
+}
+
+/// A tensor whose bytes come when it is its turn.
+struct Coming<'a> {
+    tensor: &'a Named,
+    bytes: &'a Mutex<Receiver<Vec<u8>>>,
+}
+
+impl View for Coming<'_> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
 
     fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.tensor.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let values = self.values.to_data().try_to_vec::<f32>().expect("trainable tensors are f32");
-        // As one copy where numbers lie in memory as they lie in the file.
-        Cow::Owned(match cfg!(target_endian = "little") {
-            true => bytemuck::cast_slice(&values).to_vec(),
-            false => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        })
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        Cow::Owned(bytes.recv().expect("one for each tensor"))
     }
 
     fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * size_of::<f32>()
+        self.tensor.shape.iter().product::<usize>() * size_of::<f32>()
     }
 }
 
-/// Writes `tensors` to a safetensors file.
+/// Writes `tensors` to a safetensors file. While one is written, the next is brought from the device.
 pub fn save(path: &Path, tensors: &[Named]) -> Result<()> {
-    let views = tensors.iter().map(|t| (t.name.as_str(), t));
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize_to_file(views, Some(metadata), path).map_err(|e| match e {
+    // The file's order, since all are of one type.
+    let mut tensors: Vec<&Named> = tensors.iter().collect();
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    let (sender, receiver) = sync_channel(1);
+    let written = thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let bytes = Mutex::new(receiver);
+            let views = tensors.iter().map(|tensor| (&tensor.name, Coming { tensor, bytes: &bytes }));
+            let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+            safetensors::serialize_to_file(views, Some(metadata), path)
+        });
+        // A writer that has failed takes no more.
+        let _ = tensors.iter().try_for_each(|tensor| sender.send(tensor.bytes()));
+        drop(sender);
+        writer.join().unwrap_or_else(|panic| resume_unwind(panic))
+    });
+    written.map_err(|e| match e {
         // A full disk has a hint of its own.
         safetensors::SafeTensorError::IoError(source) => Error::io(path, "write", source),
         other => Error::checkpoint(path, format!("cannot write: {other}"), ""),
