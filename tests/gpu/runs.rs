@@ -101,6 +101,14 @@ fn many_runs_of_one_shape_are_as_alone() {
     as_alone(&device, &specs, &[&[33], &[256], &[200, 56], &[256], &[1, 255], &[256], &[256]]);
 }
 
+/// The rows of the first aren't multiplied with the columns of the second, forward and backward (`SPLIT` in `layer/group.rs`).
+#[test]
+fn runs_of_very_different_ranks_are_as_alone() {
+    let Some(device) = card() else { return };
+    let specs = [spec(8, 12.0, &ALL), spec(512, 64.0, &ALL), spec(4, 2.0, &ALL)];
+    as_alone(&device, &specs, &[&[768; 32], &[9, 20], &[100]]);
+}
+
 /// Runs that share a batch against each of them alone.
 fn as_alone(device: &Device, specs: &[LoraSpec], lengths: &[&[usize]]) {
     for dtype in [DType::F32, DType::BF16] {

@@ -4,6 +4,9 @@
 //! where each pass puts the adapters: `[W | s·B]` over `[A | –]`. Where the input has room for `x·Aᵀ` beside x, the
 //! adapters cost no pass over the output: `[x | x·Aᵀ] · [W | s·B]ᵀ`; and backward `[g | g·s·B] · [W over A]`. B is
 //! block-diagonal over modules and runs; a run's tokens have zeros in the columns of the others.
+//!
+//! Zeros cost as much as numbers. So the columns of runs with many tokens for their rank come first, and a run's rows are
+//! multiplied up to its own last column, not up to that of all runs ([`Group::segments`]).
 
 use burn::tensor::DType;
 
@@ -35,6 +38,17 @@ pub struct Run {
     pub tokens: usize,
     /// Its modules with an adapter, in order; their columns follow each other.
     pub lows: Vec<Low>,
+}
+
+/// Multiplications that take as long as one product more.
+const SPLIT: usize = 5 << 30;
+
+/// Tokens that are multiplied together, up to one of the columns beside the input.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Segment {
+    token: usize,
+    tokens: usize,
+    columns: usize,
 }
 
 /// Sizes of a group.
@@ -88,6 +102,16 @@ impl Group {
                 runs.push(run);
             }
         }
+        // Least columns a token first: then the sum over all tokens of where their run's columns end is smallest.
+        let mut order: Vec<usize> = (0..runs.len()).collect();
+        let width = |run: &Run| run.columns().1;
+        order.sort_by_key(|&n| (width(&runs[n]) << 32) / runs[n].tokens);
+        let mut columns = 0;
+        for n in order {
+            let (first, width) = runs[n].columns();
+            runs[n].lows.iter_mut().for_each(|low| low.column = low.column - first + columns);
+            columns += width;
+        }
         let unused = parts.iter().flatten().any(|parts| parts.iter().any(|p| p.tokens == 0 && p.rank > 0));
         Self { input, outs: outs.to_vec(), runs, columns, unused }
     }
@@ -122,26 +146,69 @@ impl Group {
         [out, keep]: [Matrix; 2],
         add: Option<Matrix>,
     ) {
-        let (factors, weights) = match weights {
-            Weights::Apart(weights) => (x, weights.clone()),
+        match weights {
+            Weights::Apart(weights) => {
+                for (module, &weight) in weights.iter().enumerate() {
+                    let add = add.map(|add| self.out_of(module, add));
+                    project(side, x, weight, add, self.out_of(module, out));
+                }
+            }
             Weights::Stacked(all) => {
                 self.low(side, all, x);
                 if keep.columns > 0 {
                     side.copy(x.columns(self.input, self.columns), keep);
                 }
-                let wide = self.input + self.columns;
-                (x.columns(0, wide), vec![all.rows(0, self.out()).columns(0, wide)])
+                for Segment { token, tokens, columns } in self.segments(x.rows, self.out()) {
+                    let wide = self.input + columns;
+                    let [x, to] = [x, out].map(|all| all.rows(token, tokens));
+                    let add = add.map(|add| add.rows(token, tokens));
+                    let weight = all.rows(0, self.out()).columns(0, wide);
+                    project(side, x.columns(0, wide), weight, add, to);
+                }
             }
-        };
-        let mut first = 0;
-        for weight in weights {
-            let to = out.columns(first, weight.rows);
-            match add {
-                Some(add) => side.product_onto(factors, weight.t(), add.columns(first, weight.rows), to),
-                None => side.product(factors, weight.t(), to, 1.0, 0.0),
-            }
-            first += weight.rows;
         }
+    }
+
+    /// All tokens, so divided that the products are quickest: `width` multiplications each for a column, [`SPLIT`] for a
+    /// segment more.
+    fn segments(&self, tokens: usize, width: usize) -> Vec<Segment> {
+        let mut parts: Vec<Segment> = Vec::new();
+        let mut token = 0;
+        let ends = self.runs.iter().map(|run| {
+            let (first, n) = run.columns();
+            Segment { token: run.token, tokens: run.tokens, columns: first + n }
+        });
+        for part in ends.chain([Segment { token: tokens, tokens: 0, columns: 0 }]) {
+            if token < part.token {
+                parts.push(Segment { token, tokens: part.token - token, columns: 0 });
+            }
+            token = part.token + part.tokens;
+            parts.push(part);
+        }
+        parts.pop();
+        // The cheapest division of the first n parts, and where its last segment begins.
+        let mut best = vec![(0, 0)];
+        for end in 1..=parts.len() {
+            let (mut rows, mut columns, mut cheapest) = (0, 0, (usize::MAX, 0));
+            for first in (0..end).rev() {
+                rows += parts[first].tokens;
+                columns = parts[first].columns.max(columns);
+                cheapest = cheapest.min((best[first].0 + SPLIT + rows * columns * width, first));
+            }
+            best.push(cheapest);
+        }
+        let mut segments = Vec::new();
+        let mut end = parts.len();
+        while end > 0 {
+            let first = best[end].1;
+            let of = &parts[first..end];
+            let tokens = of.iter().map(|part| part.tokens).sum();
+            let columns = of.iter().map(|part| part.columns).max().unwrap_or(0);
+            segments.push(Segment { token: of[0].token, tokens, columns });
+            end = first;
+        }
+        segments.reverse();
+        segments
     }
 
     /// `x·Aᵀ` into the spare columns of x: each run's own.
@@ -175,8 +242,11 @@ impl Group {
     pub fn input_gradient(&self, side: &mut Side<'_>, weights: &Weights, g: Matrix, dx: Matrix) {
         match weights {
             Weights::Stacked(all) => {
-                let rows = self.out() + self.columns;
-                side.product(g.columns(0, rows), all.rows(0, rows).columns(0, self.input), dx, 1.0, 0.0);
+                for Segment { token, tokens, columns } in self.segments(g.rows, self.input) {
+                    let rows = self.out() + columns;
+                    let [g, dx] = [g, dx].map(|all| all.rows(token, tokens));
+                    side.product(g.columns(0, rows), all.rows(0, rows).columns(0, self.input), dx, 1.0, 0.0);
+                }
             }
             Weights::Apart(weights) => {
                 for (module, &weight) in weights.iter().enumerate() {
@@ -222,6 +292,14 @@ impl Group {
         if !whole {
             side.clear(spare);
         }
+    }
+}
+
+/// `to ← x·Wᵀ + add`
+fn project(side: &mut Side<'_>, x: Matrix, weight: Matrix, add: Option<Matrix>, to: Matrix) {
+    match add {
+        Some(add) => side.product_onto(x, weight.t(), add, to),
+        None => side.product(x, weight.t(), to, 1.0, 0.0),
     }
 }
 
@@ -271,12 +349,53 @@ mod tests {
         let (q, v) = ([part(5, 16), part(0, 4), part(7, 3)], [part(5, 0), part(0, 8), part(7, 8)]);
         let group = Group::new(64, &[32, 16, 16], &[Some(&q), None, Some(&v)]);
         let low = |module, rank, column, row| Low { module, rank, column, row, scale: 2.0 };
+        // The second has fewer columns a token.
         let runs = [
-            Run { token: 0, tokens: 5, lows: vec![low(0, 16, 0, 0)] },
-            Run { token: 5, tokens: 7, lows: vec![low(0, 3, 16, 20), low(2, 8, 24, 8)] },
+            Run { token: 0, tokens: 5, lows: vec![low(0, 16, 16, 0)] },
+            Run { token: 5, tokens: 7, lows: vec![low(0, 3, 0, 20), low(2, 8, 8, 8)] },
         ];
         assert_eq!((group.runs.as_slice(), group.columns, group.spare()), (&runs[..], 32, 64));
         assert_eq!((group.out(), group.out_start(2)), (64, 48));
+    }
+
+    /// Against all divisions that there are.
+    #[test]
+    fn segments_cover_all_tokens_and_cost_least() {
+        let k = 1 << 12;
+        let ranks = [(8, 1), (8, 2), (0, 1), (16, 4), (32, 2), (64, 4), (64, 1)];
+        let parts: Vec<LoraPart> = ranks.iter().map(|&(rank, rows)| part(rows * k, rank)).collect();
+        let group = Group::new(1024, &[3072, 3072], &[Some(&parts), Some(&parts)]);
+        let tokens = 16 * k; // one row more than the runs have
+        let segments = group.segments(tokens, 6144);
+        let cost = |segments: &[Segment]| -> usize {
+            segments.iter().map(|of| SPLIT + of.tokens * of.columns * 6144).sum()
+        };
+        let mut end = 0;
+        for of in &segments {
+            assert_eq!(of.token, end);
+            end += of.tokens;
+            let inside = |run: &&Run| of.token <= run.token && run.token < end;
+            let own = group.runs.iter().filter(inside).map(|run| run.columns().0 + run.columns().1).max();
+            assert_eq!(of.columns, own.unwrap_or(0));
+        }
+        assert_eq!(end, tokens);
+        let bounds: Vec<usize> = [1, 3, 4, 8, 10, 14, 15].iter().map(|row| row * k).collect();
+        let all = (0..1 << bounds.len()).map(|chosen: usize| {
+            let cuts = bounds.iter().enumerate().filter(|(n, _)| chosen >> n & 1 == 1).map(|(_, &at)| at);
+            let ends: Vec<usize> = cuts.chain([tokens]).collect();
+            let firsts = [0].into_iter().chain(ends.iter().copied());
+            let segment = |(token, &end): (usize, &usize)| {
+                let inside = |run: &&Run| token <= run.token && run.token < end;
+                let columns = group.runs.iter().filter(inside).map(|run| run.columns().0 + run.columns().1);
+                Segment { token, tokens: end - token, columns: columns.max().unwrap_or(0) }
+            };
+            cost(&firsts.zip(&ends).map(segment).collect::<Vec<_>>())
+        });
+        assert_eq!(all.min(), Some(cost(&segments)));
+        assert!(segments.len() > 1);
+        // A run that has all tokens is one product, whatever its rank.
+        let alone = Group::new(1024, &[3072], &[Some(&[part(tokens, 64)])]);
+        assert_eq!(alone.segments(tokens, 3072), [Segment { token: 0, tokens, columns: 64 }]);
     }
 
     #[test]
