@@ -107,8 +107,13 @@ fn every_fault_of_models_and_data_that_headers_show_is_told_by_check() {
 #[test]
 fn warnings_are_the_same() {
     let dir = RunDir::new();
-    let words = ["full fine-tuning without `[ckpt]`", "`data.batch_size` is 64, and all the data fill"];
+    let words = [
+        "full fine-tuning without `[ckpt]`",
+        "`data.batch_size` is 64, and all the data fill",
+        "`optim.lr` is 0: nothing will be learned",
+    ];
     let args = ["--model.lora", "None", "--ckpt", "None", "--data.batch-size", "64", "--max-steps", "1"];
+    let args = [&args[..], &["--optim.lr", "0"]].concat();
     let told = both(&dir, &args).map(|ran| {
         let ran = ran.succeeds().says(&words);
         let text = format!("{}\n{}", ran.stdout, ran.stderr);
@@ -116,7 +121,7 @@ fn warnings_are_the_same() {
         lines.map(str::to_string).collect::<Vec<_>>()
     });
     assert_eq!(told[0], told[1]);
-    assert_eq!(told[0].len(), 2, "{told:?}");
+    assert_eq!(told[0].len(), 3, "{told:?}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -128,8 +129,13 @@ pub(super) fn encode(values: &[f32], dtype: Dtype) -> Option<Vec<u8>> {
     }
 }
 
-fn bytes_of<const N: usize>(values: &[f32], bytes: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
-    let mut all = Vec::with_capacity(N * values.len());
-    values.iter().for_each(|&value| all.extend_from_slice(&bytes(value)));
+fn bytes_of<const N: usize>(values: &[f32], bytes: impl Fn(f32) -> [u8; N] + Sync) -> Vec<u8> {
+    /// Values of one task.
+    const CHUNK: usize = 1 << 16;
+    let mut all = vec![0; N * values.len()];
+    let chunks = all.par_chunks_mut(N * CHUNK).zip(values.par_chunks(CHUNK));
+    chunks.for_each(|(to, from)| {
+        to.as_chunks_mut().0.iter_mut().zip(from).for_each(|(to, &value)| *to = bytes(value));
+    });
     all
 }

@@ -109,6 +109,7 @@ impl Ground {
         stop: &StopFlag,
     ) -> Result<Self> {
         warn(report, full_without_ckpt(config));
+        warn(report, (config.optim.lr == 0.0).then(|| "`optim.lr` is 0: nothing will be learned".into()));
         let adapter = setup::init_adapter(config)?;
         warn(report, selected.warning.clone());
 
