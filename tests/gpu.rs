@@ -462,6 +462,12 @@ fn tensors_are_cast_and_added_many_at_once() {
         let want = xs.iter().map(|x| x.clone().cast(to)).collect();
         assert_eq!(host(ops::cast_each(xs, to), to), host(want, to), "{from:?} to {to:?}");
     }
+    // Among others that are of the type already, as the embedding's gradient is.
+    let mixed = values(100, half).into_iter().zip(values(150, full)).enumerate();
+    let mixed: Vec<_> = mixed.map(|(n, (a, b))| if n % 2 == 0 { a } else { b }).collect();
+    let want = mixed.iter().map(|x| x.clone().cast(full)).collect();
+    assert_eq!(host(ops::cast_each(mixed, full), full), host(want, full), "mixed");
+    assert!(ops::cast_each(Vec::new(), half).is_empty());
     let sums = values(200, full);
     for types in [[half; 5], [full; 5], [full, half, half, full, half]] {
         let more: Vec<_> =

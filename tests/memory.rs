@@ -81,10 +81,19 @@ fn dir_with_model() -> RunDir {
 #[test]
 fn the_estimate_is_within_ten_percent_of_the_peak() {
     let dir = dir_with_model();
-    let step = ["--data.seq-len", "512", "--data.batch-size", "3", "--data.micro-batch-size", "3"];
-    for own in [&["--model.lora"][..], &["--model.lora", "--model.ac"], &[]] {
+    let (at_once, one_by_one) = (["--data.micro-batch-size", "3"], ["--data.micro-batch-size", "1"]);
+    let runs = [
+        [&at_once[..], &["--model.lora"]].concat(),
+        [&at_once[..], &["--model.lora", "--model.ac"]].concat(),
+        at_once.to_vec(),
+        // With sums of gradients.
+        [&one_by_one[..], &["--model.lora", "--model.lora.rank", "512"]].concat(),
+        one_by_one.to_vec(),
+    ];
+    for own in runs {
+        let step = ["--data.seq-len", "512", "--data.batch-size", "3"];
         let bench = ["bench", "@", "memory.toml", "--steps", "1", "--warmup", "2", "--json", "bench.json"];
-        dir.run(&[&bench[..], &step, own].concat()).succeeds().says(&["estimated by `check`"]);
+        dir.run(&[&bench[..], &step, &own].concat()).succeeds().says(&["estimated by `check`"]);
         let found: Value = serde_json::from_str(&dir.text("bench.json")).unwrap();
         let bytes = |key: &str| found[key].as_f64().unwrap();
         let (estimate, peak) = (bytes("estimated_bytes"), bytes("peak_process_bytes"));

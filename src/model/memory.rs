@@ -176,10 +176,13 @@ impl Estimate<'_> {
         if self.load.compute_bytes == 4 { 0 } else { self.sizes.saved * self.load.compute_bytes }
     }
 
-    /// All gradients in f32 and what they are made of at the end of a backward pass: sums of earlier ones, or their
-    /// likes in the type that is computed in.
+    /// All gradients at the end of a backward pass, beside the sums of earlier ones: of weights that were rounded for it in
+    /// that type, and in f32 where they are the first or have been added.
     fn gradients(&self) -> usize {
-        self.values() + if self.cast() == 0 { self.sums() } else { self.cast() }
+        let embedding = if self.sizes.trains_embedding { self.w.v * self.w.e } else { 0 };
+        let rounded = if self.cast() == 0 { 0 } else { self.sizes.saved.saturating_sub(embedding) };
+        let others = self.sizes.counts.trainable - rounded;
+        self.values() + rounded * self.load.compute_bytes + if self.load.sums { 4 * others } else { 0 }
     }
 
     fn sums(&self) -> usize {
@@ -268,7 +271,12 @@ impl Estimate<'_> {
         let of_head = self.vocabulary(self.sizes.trains_head);
         // Embedding's gradient is made whole and added: to the head's where both are one.
         let made = self.vocabulary(self.sizes.trains_embedding) * (1 + usize::from(self.w.tied));
-        let end = self.values() + self.state() + self.cast() + self.gradients();
+        // Recomputed layers add up a pass's gradients in f32, before they are added to the step's.
+        let gradients = match self.load.recompute {
+            None => self.gradients(),
+            Some(_) => self.values() + self.sums(),
+        };
+        let end = self.values() + self.state() + self.cast() + gradients;
         fullest([
             Moment { trained: held, activations: self.tables() + kept + 2 * e, head: self.head() },
             Moment {

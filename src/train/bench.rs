@@ -218,7 +218,7 @@ impl Run<'_> {
     fn phases(&mut self, steps: usize) -> Result<Vec<(&'static str, f64)>> {
         let mut times = [const { Vec::new() }; 4];
         for _ in 0..steps {
-            let plain = self.model.valid();
+            let plain = self.model.valid().rounded();
             self.sync()?;
             let clock = Instant::now();
             for batch in &self.batches {

@@ -3,7 +3,8 @@
 //! With recomputation (`[model.ac]`) the backward pass goes layer by layer: the forward pass keeps
 //! only what enters each recomputed layer, and the backward pass runs the layer again, with the
 //! gradient of its output, on a tape of its own. Where a layer is one op it does that by itself, and keeps attention's
-//! output. The numbers are the same, bit for bit.
+//! output. In f32, and where layers are one op, the numbers are the same bit for bit; else in half precision the first pass,
+//! which has no tape, may round otherwise than the second.
 
 use burn::module::Module;
 use burn::tensor::{DType, Gradients, Tensor};
@@ -11,7 +12,7 @@ use burn::tensor::{DType, Gradients, Tensor};
 use crate::model::{Decoder, Inputs};
 use crate::ops;
 
-/// Each run's loss, `None` where it has no target; and the gradients of their sum, in the types of the parameters.
+/// Each run's loss, `None` where it has no target; and the gradients of their sum, in f32 or the types of the parameters.
 pub type Pulled = (Vec<Option<Tensor<1>>>, Vec<Option<Tensor<1>>>);
 
 /// The losses and gradients of a micro-batch; with every n-th layer recomputed if there is an n.
