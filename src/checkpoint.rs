@@ -373,7 +373,13 @@ impl RunFolder {
             let other = self.checkpoints.join(format!("step_{step}"));
             other != path && folder::verify(&other).is_ok()
         });
+        // Several runs go on together, each from its newest checkpoint.
+        let among_several = self.root.parent().is_some_and(|parent| parent.ends_with("runs"));
         let hint = match intact {
+            Some(step) if among_several => {
+                let path = path.display();
+                format!("step {step} is intact: move `{path}` away, then `--ckpt.resume-step -1`")
+            }
             Some(step) => format!("step {step} is intact: `--ckpt.resume-step {step}`"),
             None => "no other checkpoint is intact: start again with `--clean-output-dir`".to_string(),
         };

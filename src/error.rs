@@ -254,6 +254,27 @@ impl Error {
         }
     }
 
+    /// The same, of one run of several.
+    #[must_use]
+    pub fn of_run(mut self, name: &str) -> Self {
+        let prefix = |message: &mut String| *message = format!("run `{name}`: {message}");
+        match &mut self {
+            Error::Config(problems) | Error::Several(problems) => {
+                problems.iter_mut().for_each(|problem| prefix(&mut problem.message));
+            }
+            Error::Usage { message, .. }
+            | Error::Data { message, .. }
+            | Error::Model { message, .. }
+            | Error::Adapter { message, .. }
+            | Error::Checkpoint { message, .. }
+            | Error::Device { message, .. }
+            | Error::Hub { message, .. }
+            | Error::Train { message, .. } => prefix(message),
+            Error::Rank { .. } | Error::NotANumber { .. } | Error::Io { .. } | Error::Interrupted { .. } => {}
+        }
+        self
+    }
+
     /// The same, told after what was found before it and didn't end the search.
     #[must_use]
     pub fn after(self, first: Option<Self>) -> Self {

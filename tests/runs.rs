@@ -130,7 +130,15 @@ fn runs_start_late_and_resume() {
     let dir = RunDir::new();
     let late = RUNS.replace("name = \"short\"", "name = \"short\"\nstart_step = 3");
     job(&dir, &late);
-    sft(&dir, "job.toml", &[]).succeeds();
+    let waits = |ran: &common::run::Ran| {
+        let said = format!("{}{}", ran.stdout, ran.stderr);
+        let at = |line: &str| said.find(line).unwrap_or_else(|| panic!("{line} in {said}"));
+        assert!(
+            at("plain | Step 3 ") < at("short | Step 1 ") && at("short | Step 1 ") < at("plain | Step 5 "),
+            "{said}"
+        );
+    };
+    waits(&sft(&dir, "job.toml", &[]).succeeds());
     for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
         alone(&dir, "out", name, &[]);
         assert_as_alone(&dir, &format!("out/runs/{name}"), &format!("alone/{name}"), steps);
@@ -148,10 +156,89 @@ fn runs_start_late_and_resume() {
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    sft(&dir, "job.toml", &["--output-dir", "cut", "--ckpt.resume-step", "-1"]).succeeds();
+    let resumed = sft(&dir, "job.toml", &["--output-dir", "cut", "--ckpt.resume-step", "-1"]).succeeds();
+    assert!(resumed.all().contains("short | Step 1 "), "it had not begun: {}", resumed.all());
     for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
         assert_as_alone(&dir, &format!("cut/runs/{name}"), &format!("alone/{name}"), steps);
     }
+}
+
+/// What a resumed job can't know from its file is said; and nobody else writes where it writes.
+#[test]
+fn a_resumed_job_tells_of_runs_that_were_added_or_stopped() {
+    let dir = RunDir::new();
+    let two = "[[runs]]\nname = \"a\"\n\n[[runs]]\nname = \"b\"\nmax_steps = 100000\n";
+    job(&dir, two);
+    let mut child = dir.command(&["sft", "@", "job.toml", "--ckpt.interval", "1"]);
+    let mut child = child.stderr(std::process::Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let wait = |done: &dyn Fn() -> bool| {
+        while !done() {
+            assert!(Instant::now() < deadline, "{}", dir.listing());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait(&|| dir.path("out/control/add").exists());
+    let busy = sft(&dir, "run.toml", &["--clean-output-dir"]).fails(1);
+    busy.says(&["another run is writing here"]);
+    job(&dir, "[[runs]]\nname = \"c\"\n");
+    sft(&dir, "job.toml", &[]).fails(1).says(&["another run is writing here"]);
+    dir.write("new.toml", "max_steps = 3\n");
+    std::fs::rename(dir.path("new.toml"), dir.path("out/control/add/new.toml")).unwrap();
+    std::fs::create_dir(dir.path("out/control/add/folder.toml")).unwrap();
+    dir.write("late.toml", "start_step = 4\n");
+    std::fs::rename(dir.path("late.toml"), dir.path("out/control/add/late.toml")).unwrap();
+    wait(&|| dir.path("out/runs/new/checkpoints/step_3/STABLE").exists());
+    for refused in ["folder.toml", "late.toml"] {
+        wait(&|| dir.path(&format!("out/control/refused/{refused}")).exists());
+    }
+    dir.write("out/control/stop/b", "");
+    assert!(child.wait().unwrap().success());
+    let steps = dir.rows("out/runs/b").len() + 2;
+    job(
+        &dir,
+        &two.replace("100000", &steps.to_string()).replace("name = \"a\"", "name = \"a\"\nmax_steps = 7"),
+    );
+    let resumed = sft(&dir, "job.toml", &["--ckpt.resume-step", "-1"]).succeeds();
+    resumed.says(&[
+        "b was stopped by `control/stop` and goes on now",
+        "the run `new` has checkpoints here and doesn't go on: move `control/done/new.toml` to `control/add/`",
+    ]);
+    // A damaged checkpoint of one: the others can't go back to its step.
+    job(
+        &dir,
+        &two.replace("100000", &(steps + 2).to_string())
+            .replace("name = \"a\"", "name = \"a\"\nmax_steps = 9"),
+    );
+    let newest = dir.path(&format!("out/runs/b/checkpoints/step_{steps}"));
+    std::fs::write(newest.join("trainable.safetensors"), "x").unwrap();
+    let refused = sft(&dir, "job.toml", &["--ckpt.resume-step", "-1"]).fails(1);
+    refused.says(&["run `b`: truncated", "is intact: move `", "away, then `--ckpt.resume-step -1`"]);
+    std::fs::remove_dir_all(newest).unwrap();
+    sft(&dir, "job.toml", &["--ckpt.resume-step", "-1"]).succeeds();
+}
+
+#[test]
+fn a_mistaken_order_ends_no_job_of_several_ranks() {
+    let dir = RunDir::new();
+    job(&dir, "[[runs]]\nname = \"a\"\nmax_steps = 100000\n");
+    let mut child = dir.command(&["sft", "@", "job.toml", "--device", "flex:0,1", "--ckpt.interval", "1000"]);
+    let mut child = child.stderr(std::process::Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let wait = |path: &str| {
+        while !dir.path(path).exists() {
+            assert!(Instant::now() < deadline, "{}", dir.listing());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait("out/control/stop");
+    dir.write("out/control/stop/nobody", "");
+    dir.write("bad.toml", "optim.lrr = 1\n");
+    std::fs::rename(dir.path("bad.toml"), dir.path("out/control/add/bad.toml")).unwrap();
+    wait("out/control/refused/nobody");
+    wait("out/control/refused/bad.toml");
+    dir.write("out/control/stop/a", "");
+    assert!(child.wait().unwrap().success());
 }
 
 #[test]
@@ -161,7 +248,12 @@ fn a_run_that_breaks_down_stops_and_the_others_go_on() {
                   max_skipped = 1, max_norm = \"None\" }\nmax_steps = 30\n";
     job(&dir, &format!("{RUNS}{broken}"));
     let ran = sft(&dir, "job.toml", &[]).fails(1);
-    ran.says(&["broken is stopped, the others go on", "not finite", "the other runs are saved"]);
+    ran.says(&[
+        "broken is stopped, the others go on",
+        "not finite",
+        "the other runs are saved",
+        "(stopped by an error)",
+    ]);
     for (name, steps) in [("plain", 6), ("wide", 4), ("short", 7)] {
         alone(&dir, "out", name, &[]);
         assert_as_alone(&dir, &format!("out/runs/{name}"), &format!("alone/{name}"), steps);

@@ -65,12 +65,11 @@ pub fn add_each(sums: Vec<Tensor<1>>, more: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
 /// Each in this type.
 pub fn cast_each(xs: Vec<Tensor<1>>, dtype: DType) -> Vec<Tensor<1>> {
     #[cfg(feature = "cuda")]
-    if matches!(dtype, DType::F32 | DType::BF16) && xs.iter().all(super::cuda::optim::takes_either) {
-        let of_another = |x: &&Tensor<1>| x.dtype() != dtype;
-        let others: Vec<_> = xs.iter().filter(of_another).cloned().collect();
-        let mut cast = super::cuda::optim::cast(others, dtype).into_iter();
-        let take = |x: Tensor<1>| if x.dtype() == dtype { Some(x) } else { cast.next() };
-        return xs.into_iter().map_while(take).collect();
+    if !xs.is_empty()
+        && matches!(dtype, DType::F32 | DType::BF16)
+        && xs.iter().all(|x| x.dtype() != dtype && super::cuda::optim::takes_either(x))
+    {
+        return super::cuda::optim::cast(xs, dtype);
     }
     xs.into_iter().map(|x| if x.dtype() == dtype { x } else { x.cast(dtype) }).collect()
 }

@@ -165,21 +165,46 @@ pub struct Summary {
     pub seconds: f64,
     /// The process's peak memory in bytes.
     pub peak_bytes: Option<u64>,
+    /// Whether it was stopped before its end by an error: one of several.
+    pub failed: bool,
     /// The runs of a job of several, by name; the best first.
     pub runs: Vec<(String, Summary)>,
 }
 
 impl Summary {
-    /// Puts the runs in order: by held-out loss, else by the last step's.
+    /// Puts the runs in order: by held-out loss, after them those without by the last step's, at the end those that failed.
     pub fn rank_runs(&mut self) {
-        let key = |summary: &Summary| summary.last_val_loss.or(summary.last_loss).unwrap_or(f64::INFINITY);
-        self.runs.sort_by(|(_, a), (_, b)| key(a).total_cmp(&key(b)));
+        let place = |summary: &Summary| (summary.failed, summary.last_val_loss.is_none());
+        let loss = |summary: &Summary| summary.last_val_loss.or(summary.last_loss).unwrap_or(f64::INFINITY);
+        self.runs.sort_by(|(_, a), (_, b)| place(a).cmp(&place(b)).then(loss(a).total_cmp(&loss(b))));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A training loss isn't held against held-out losses.
+    #[test]
+    fn runs_are_ranked_by_like_things() {
+        let run = |name: &str, last_loss, last_val_loss, failed| {
+            (
+                name.to_string(),
+                Summary { last_loss: Some(last_loss), last_val_loss, failed, ..Summary::default() },
+            )
+        };
+        let runs = vec![
+            run("failed", 0.1, Some(0.1), true),
+            run("no held-out loss", 0.9, None, false),
+            run("second", 0.5, Some(3.2), false),
+            run("nan", 0.4, Some(f64::NAN), false),
+            run("first", 2.0, Some(3.1), false),
+        ];
+        let mut summary = Summary { runs, ..Summary::default() };
+        summary.rank_runs();
+        let names: Vec<&str> = summary.runs.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["first", "second", "nan", "no held-out loss", "failed"]);
+    }
 
     #[test]
     fn row_has_prime_rl_names() {

@@ -173,7 +173,10 @@ fn table(summary: &Summary) -> String {
         summary.seconds, "run", "steps", "last loss", "held-out loss"
     );
     for (name, run) in &summary.runs {
-        let adapter = run.adapter.as_ref().map_or(String::new(), |path| path.display().to_string());
+        let mut adapter = run.adapter.as_ref().map_or(String::new(), |path| path.display().to_string());
+        if run.failed {
+            adapter += " (stopped by an error)";
+        }
         let (loss, held_out) = (number(run.last_loss), number(run.last_val_loss));
         text += &format!("\n{name:width$}  {:>6}  {loss:>9}  {held_out:>13}  {adapter}", run.steps);
     }

@@ -113,7 +113,12 @@ impl Run {
         }
         let skipped = Skipped::new(config.optim.max_skipped);
         let steps = begun.progress.step;
-        let summary = Summary { base, steps, resumed_step: steps, ..Summary::default() };
+        let mut summary = Summary { base, steps, resumed_step: steps, ..Summary::default() };
+        if name.is_some() {
+            // One that has nothing left to do is ranked by what it came to.
+            let last = metrics.as_ref().map_or([None; 2], |metrics| metrics.last);
+            [summary.last_loss, summary.last_val_loss] = last.map(|of| of.map(|(_, loss)| loss));
+        }
         let (schedule_step, progress) = (begun.schedule_step, begun.progress);
         #[rustfmt::skip]
         let run = Self {

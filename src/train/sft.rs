@@ -24,7 +24,7 @@ use super::ranks::{Ranks, World};
 use super::run::{Run, Step};
 use super::setup::{self, go_on};
 use super::step::{StepOptions, Turn, forward_backward_runs, update_runs};
-use crate::checkpoint::RunFolder;
+use crate::checkpoint::{Locks, RunFolder};
 use crate::config::{Plan, RunConfig, SftConfig};
 use crate::data::Batch;
 use crate::device::Selected;
@@ -128,6 +128,8 @@ pub(super) struct Job<'a> {
     /// Steps of this job, whichever runs took part.
     step: usize,
     started: Instant,
+    /// No other job writes to the folder that the runs' folders lie in.
+    _locks: Locks,
 }
 
 /// One run's `clean_output_dir` may not delete what another one reads.
@@ -160,12 +162,17 @@ impl<'a> Job<'a> {
         for run in runs {
             let report = &mut Named::new(report, several.then_some(&run.name));
             let plan = plan.of_run(&run.config)?;
-            grounds.push(Ground::survey(&run.config, &plan, Purpose::Train, &mut ranks, report, stop)?);
+            let ground = Ground::survey(&run.config, &plan, Purpose::Train, &mut ranks, report, stop);
+            grounds.push(ground.map_err(|error| if several { error.of_run(&run.name) } else { error })?);
         }
 
         // A run by itself was held against its own folder above.
+        let mut locks = Locks::default();
         if several {
-            ranks.from_first(|| spare_inputs(runs))?;
+            ranks.from_first(|| {
+                locks = Locks::of_existing(&RunFolder::new(config))?;
+                spare_inputs(runs)
+            })?;
         }
 
         // ---- model, adapters ----
@@ -188,7 +195,12 @@ impl<'a> Job<'a> {
             made.push(Run::new(place, run.config.clone(), ground, &mut model, &ranks, report)?);
         }
         if several {
-            ranks.from_first(|| control::write_config(config, runs))?;
+            ranks.from_first(|| {
+                locks.add_all(&RunFolder::new(config))?;
+                control::write_config(config, runs)?;
+                control::left_over(config, &made).into_iter().for_each(|w| report.event(&Event::Warning(w)));
+                Ok(())
+            })?;
             info.runs = runs.iter().map(|run| run.name.clone()).collect();
             info.max_steps = made.iter().map(|run| run.start_step + run.max_steps()).max();
         }
@@ -197,10 +209,14 @@ impl<'a> Job<'a> {
             report.event(&Event::Note(why));
         }
         let options = setup::step_options(config);
-        let step = made.iter().map(|run| run.start_step + run.progress.step).max().unwrap_or(0);
+        // A run that hasn't begun still waits.
+        let begun = made.iter().filter(|run| run.progress.step > 0);
+        let step = begun.map(|run| run.start_step + run.progress.step).max().unwrap_or(0);
         let (ended, failed) = (Vec::new(), Vec::new());
         #[rustfmt::skip]
-        let job = Self { config, plan, ranks, model, runs: made, ended, failed, options, speed, room, step, started };
+        let job = Self {
+            config, plan, ranks, model, runs: made, ended, failed, options, speed, room, step, started, _locks: locks,
+        };
         Ok(job)
     }
 
@@ -342,8 +358,9 @@ impl<'a> Job<'a> {
                 None => self.end(run, report)?,
                 Some(error) => {
                     let name = run.name.clone().unwrap_or_default();
-                    let text = format!("{name} is stopped, the others go on: {error}");
-                    report.event(&Event::Warning(text));
+                    let others = if self.runs.is_empty() { "" } else { ", the others go on" };
+                    report.event(&Event::Warning(format!("{name} is stopped{others}: {error}")));
+                    self.ended.push((name.clone(), Summary { failed: true, ..run.summary }));
                     self.failed.push((name, error));
                 }
             }
@@ -363,8 +380,7 @@ impl<'a> Job<'a> {
     /// Names of all runs that there have been.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let ended = self.ended.iter().map(|(name, _)| name.as_str());
-        let failed = self.failed.iter().map(|(name, _)| name.as_str());
-        self.runs.iter().filter_map(|run| run.name.as_deref()).chain(ended).chain(failed)
+        self.runs.iter().filter_map(|run| run.name.as_deref()).chain(ended)
     }
 
     /// Saves a run and lets go of it.
@@ -383,6 +399,7 @@ impl<'a> Job<'a> {
     fn finish(mut self, report: &mut dyn Report) -> Result<Summary> {
         self.ranks.wait()?;
         self.write_page(report);
+        let names = self.ended.len();
         let mut summary = match &self.ended[..] {
             [(name, only)] if name.is_empty() => only.clone(),
             _ => Summary { runs: std::mem::take(&mut self.ended), ..Summary::default() },
@@ -396,10 +413,9 @@ impl<'a> Job<'a> {
         }
         let failed: Vec<String> =
             self.failed.iter().map(|(name, error)| format!("{name}: {error}")).collect();
-        Err(Error::train(
-            format!("stopped before their end:\n  {}", failed.join("\n  ")),
-            "the other runs are saved",
-        ))
+        let others = self.failed.len() < names;
+        let hint = if others { "the other runs are saved" } else { "look at `optim.lr` and at the data" };
+        Err(Error::train(format!("stopped before their end:\n  {}", failed.join("\n  ")), hint))
     }
 
     /// The page about a job of several runs, whose own are written; on rank 0.
@@ -416,6 +432,9 @@ impl<'a> Job<'a> {
         }
         self.ranks.wait()?;
         self.write_page(report);
+        for (name, error) in &self.failed {
+            report.event(&Event::Warning(format!("{name} was stopped before its end: {error}")));
+        }
         let furthest = self.runs.iter().max_by_key(|run| run.progress.step).expect("there is a run");
         let (step, checkpoint, hint) = furthest.interruption();
         Err(Error::Interrupted { step, checkpoint, hint })

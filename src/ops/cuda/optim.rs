@@ -170,17 +170,11 @@ pub fn add(sums: Vec<Tensor<1>>, grads: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     sums.into_iter().map(Tensor::from_primitive::<Cube>).collect()
 }
 
-/// Each in the other type, of f32 and bf16.
+/// Each in the other type, of f32 and bf16, in one allocation.
 pub fn cast(xs: Vec<Tensor<1>>, dtype: DType) -> Vec<Tensor<1>> {
     let xs: Vec<CubeTensor> = xs.into_iter().map(primitive).collect();
-    let out: Vec<CubeTensor> = match (dtype, xs.first()) {
-        (DType::BF16, Some(like)) => {
-            let shapes: Vec<_> = xs.iter().map(TensorMetadata::shape).collect();
-            super::tensor::pieces(like, &shapes, dtype)
-        }
-        // Each in an allocation of its own: what is held by nobody else is added to in place.
-        _ => xs.iter().map(|x| empty(x, x.shape(), dtype)).collect(),
-    };
+    let shapes: Vec<_> = xs.iter().map(TensorMetadata::shape).collect();
+    let out = super::tensor::pieces(&xs[0], &shapes, dtype);
     let pairs = xs.iter().zip(&out);
     match dtype {
         DType::F32 => {
