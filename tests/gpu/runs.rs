@@ -165,7 +165,7 @@ fn as_alone(device: &Device, specs: &[LoraSpec], lengths: &[&[usize]]) {
 }
 
 /// Whole models, and modules that are trained whole beside adapters, in bf16 with f32 weights: rounding the weights once a
-/// step gives what rounding each where it is used gives, bit for bit, recomputed or not.
+/// step gives what rounding each where it is used gives, bit for bit.
 #[test]
 fn weights_are_rounded_once_a_step() {
     let Some(device) = card() else { return };
@@ -186,15 +186,15 @@ fn weights_are_rounded_once_a_step() {
             }
         }
         assert!(want.iter().all(|grad| grad.iter().any(|&x| x != 0.0)));
-        for recompute in [None, Some(1)] {
+        // Adapters beside a weight that is trained go op by op, but not in the pass that a recomputed layer makes first: there
+        // the numbers are the same to rounding (1.2e-2 of q_proj's A) and no more.
+        let recomputed: &[_] = if model.runs().is_empty() { &[None, Some(1)] } else { &[None] };
+        for &recompute in recomputed {
             let options = StepOptions { recompute, ..StepOptions::default() };
             let got = forward_backward(&model, &batches, &options).unwrap().grads;
             let got: Vec<_> = got.into_iter().map(floats).collect();
-            // Adapters beside a weight that is trained go op by op, but not in the pass that a recomputed layer makes first.
-            let limit = if model.runs().is_empty() || recompute.is_none() { 0.0 } else { 2e-2 };
             for (parameter, (got, want)) in model.trainable().iter().zip(got.iter().zip(&want)) {
-                let off = off(want, got);
-                assert!(off <= limit, "{}, recompute {recompute:?}: {off:.1e}", parameter.name);
+                assert_eq!(got, want, "{}, recompute {recompute:?}", parameter.name);
             }
         }
     }
