@@ -192,18 +192,33 @@ fn a_resumed_job_tells_of_runs_that_were_added_or_stopped() {
     for refused in ["folder.toml", "late.toml"] {
         wait(&|| dir.path(&format!("out/control/refused/{refused}")).exists());
     }
+    // A name that is taken where it goes, and a run that ends with the job's process.
+    std::fs::create_dir_all(dir.path("out/control/done/b")).unwrap();
+    wait(&|| dir.path("out/control/ended/new.toml").exists());
+    dir.write("cut.toml", "max_steps = 100000\n");
+    std::fs::rename(dir.path("cut.toml"), dir.path("out/control/add/cut.toml")).unwrap();
+    wait(&|| dir.path("out/runs/cut/metrics.jsonl").exists());
     dir.write("out/control/stop/b", "");
-    assert!(child.wait().unwrap().success());
+    wait(&|| dir.path("out/control/done/b.2").exists());
+    std::fs::remove_dir(dir.path("out/control/done/b")).unwrap();
+    std::fs::rename(dir.path("out/control/done/b.2"), dir.path("out/control/done/b")).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
     let steps = dir.rows("out/runs/b").len() + 2;
     job(
         &dir,
         &two.replace("100000", &steps.to_string()).replace("name = \"a\"", "name = \"a\"\nmax_steps = 7"),
     );
     let resumed = sft(&dir, "job.toml", &["--ckpt.resume-step", "-1"]).succeeds();
-    resumed.says(&[
+    let resumed = resumed.says(&[
         "b was stopped by `control/stop` and goes on now",
-        "the run `new` has checkpoints here and doesn't go on: move `control/done/new.toml` to `control/add/`",
+        "the run `cut` was added while the job trained and isn't in its file: move `control/done/cut.toml` to",
     ]);
+    assert!(!resumed.all().contains("`new`"), "it had ended: {}", resumed.all());
+    dir.write("plain.toml", &dir.text("run.toml"));
+    sft(&dir, "plain.toml", &[]).fails(1).says(&["a job of several runs has saved here"]);
+    let said = sft(&dir, "job.toml", &["--ckpt.resume-step", "-1"]).succeeds();
+    assert!(!said.all().contains("b was stopped"), "said once: {}", said.all());
     // A damaged checkpoint of one: the others can't go back to its step.
     job(
         &dir,
@@ -290,7 +305,7 @@ fn runs_are_added_and_stopped_while_others_train() {
     dir.write("out/control/stop/long", "");
     assert!(child.wait().unwrap().success());
     assert!(
-        dir.path("out/control/refused/bad.toml").exists() && dir.path("out/control/done/new.toml").exists()
+        dir.path("out/control/refused/bad.toml").exists() && dir.path("out/control/ended/new.toml").exists()
     );
     alone(&dir, "out", "new", &[]);
     assert_as_alone(&dir, "out/runs/new", "alone/new", 5);

@@ -5,7 +5,8 @@
 //! | `add/NAME.toml` | a run NAME begins, with the file's keys on top of the job's (an entry of `[[runs]]` without its name) |
 //! | `stop/NAME` | the run NAME saves and ends |
 //!
-//! A file that was obeyed is moved to `done/`, one that couldn't be to `refused/`, with the reason in the log.
+//! A file that was obeyed is moved to `done/`, and to `ended/` when the run that it added has ended; one that couldn't be to
+//! `refused/`, with the reason in the log.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,13 +25,17 @@ use crate::{Error, Result};
 /// One file.
 #[derive(Debug, Serialize, Deserialize)]
 enum Order {
-    /// What it holds, or why that can't be read.
     Add {
         name: String,
-        text: std::result::Result<String, String>,
+        text: String,
     },
     Stop {
         name: String,
+    },
+    /// Why it can't be read.
+    Unreadable {
+        file: String,
+        why: String,
     },
 }
 
@@ -40,6 +45,7 @@ impl Order {
         match self {
             Order::Add { name, .. } => format!("add/{name}.toml"),
             Order::Stop { name } => format!("stop/{name}"),
+            Order::Unreadable { file, .. } => file.clone(),
         }
     }
 }
@@ -71,36 +77,48 @@ fn control(config: &SftConfig) -> PathBuf {
     config.output_dir.join("control")
 }
 
-/// What an earlier process of the job was told that its file doesn't say.
+/// What an earlier process of the job was told that its file doesn't say. The records of another job, whose runs were
+/// cleaned away, go.
 pub(super) fn left_over(config: &SftConfig, runs: &[Run]) -> Vec<String> {
+    let control = control(config);
+    let done = control.join("done");
     let mut warnings = Vec::new();
     if runs.iter().all(|run| run.progress.step == 0) {
-        return warnings;
-    }
-    let done = control(config).join("done");
-    for name in runs.iter().filter(|run| !run.is_done()).filter_map(|run| run.name.as_deref()) {
-        if done.join(name).is_file() {
-            warnings.push(format!(
-                "{name} was stopped by `control/stop` and goes on now: a file `control/stop/{name}` stops it again"
-            ));
+        for inner in ["done", "refused", "ended"].iter().filter(|_| config.clean_output_dir) {
+            let _ = fs::remove_dir_all(control.join(inner)); // What stays is told of, no more.
         }
     }
-    let entries = fs::read_dir(config.output_dir.join("runs")).into_iter().flatten().flatten();
-    let mut others: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
-    others.sort();
-    for path in others {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        let saved = path.join("checkpoints").read_dir().is_ok_and(|mut saved| saved.next().is_some());
-        if saved && !runs.iter().any(|run| run.name.as_deref() == Some(name)) {
-            let file = format!("{name}.toml");
-            let again = match done.join(&file).is_file() {
-                true => format!("move `control/done/{file}` to `control/add/` and it does"),
-                false => format!("an entry of `[[runs]]`, or a file `control/add/{file}`, makes it go on"),
-            };
-            warnings.push(format!("the run `{name}` has checkpoints here and doesn't go on: {again}"));
+    let mut records: Vec<PathBuf> =
+        fs::read_dir(&done).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    records.sort();
+    for record in records {
+        let Some(file) = record.file_name().and_then(|name| name.to_str()) else { continue };
+        let run = |name: &str| runs.iter().find(|run| run.name.as_deref() == Some(name));
+        match (file.strip_suffix(".toml"), run(file)) {
+            (Some(name), _) if run(name).is_none() && !control.join("add").join(file).exists() => {
+                warnings.push(format!(
+                    "the run `{name}` was added while the job trained and isn't in its file: move `control/done/{file}` to \
+                     `control/add/` and it goes on"
+                ));
+            }
+            (None, Some(run)) if !run.is_done() => {
+                warnings.push(format!(
+                    "{file} was stopped by `control/stop` and goes on now: a file `control/stop/{file}` stops it again"
+                ));
+                // Said once.
+                let _ = put(&record, &control.join("ended"));
+            }
+            _ => {}
         }
     }
     warnings
+}
+
+/// An added run that has ended isn't missed when the job is resumed.
+pub(super) fn ended(config: &SftConfig, name: &str) {
+    let control = control(config);
+    // At worst a resumed job tells of it.
+    let _ = put(&control.join("done").join(format!("{name}.toml")), &control.join("ended"));
 }
 
 /// Does what the files say.
@@ -151,7 +169,6 @@ fn ready(job: &Job<'_>, order: Order) -> Result<Ready> {
                 let hint = "give the file another name";
                 return Err(Error::train(format!("there is a run `{name}` already"), hint));
             }
-            let text = text.map_err(|why| Error::train(why, "write the run's keys into it"))?;
             let RunConfig { config, start_step, .. } = load_run(job.config, &name, &text)?;
             if start_step > 0 {
                 return Err(Error::train("a run that is added begins at once", "leave `start_step` out"));
@@ -165,6 +182,7 @@ fn ready(job: &Job<'_>, order: Order) -> Result<Ready> {
                 || Error::train(format!("no run `{name}` is training"), "look at `runs/` for the names");
             found.map(Ready::Stop).ok_or_else(missing)
         }
+        Order::Unreadable { why, .. } => Err(Error::train(why, "a plain file in UTF-8 is wanted")),
     }
 }
 
@@ -179,21 +197,48 @@ fn orders(control: &Path) -> Vec<Order> {
     let stem = |path: &Path| Some(path.file_stem()?.to_str()?.to_string());
     let added = names("add").into_iter().filter(|path| path.extension().is_some_and(|e| e == "toml"));
     let added = added.filter_map(|path| {
-        let text = fs::read_to_string(&path).map_err(|why| format!("it can't be read: {why}"));
-        Some(Order::Add { name: stem(&path)?, text })
+        let name = stem(&path)?;
+        // Not a pipe, which nobody may ever write to.
+        let text = match path.is_file() {
+            true => fs::read_to_string(&path).map_err(|why| why.to_string()),
+            false => Err("it is no file".into()),
+        };
+        Some(match text {
+            Ok(text) => Order::Add { name, text },
+            Err(why) => Order::Unreadable { file: format!("add/{name}.toml"), why },
+        })
     });
-    let stopped = names("stop")
-        .into_iter()
-        .filter_map(|path| Some(Order::Stop { name: path.file_name()?.to_str()?.to_string() }));
+    let stopped = names("stop").into_iter().filter_map(|path| {
+        let name = path.file_name()?.to_str()?.to_string();
+        Some(match path.is_file() {
+            true => Order::Stop { name },
+            false => Order::Unreadable { file: format!("stop/{name}"), why: "it is no file".into() },
+        })
+    });
     added.chain(stopped).collect()
 }
 
+/// A file that stays where it is would be found again before every step.
 fn put_away(control: &Path, file: &str, done: bool) -> Result<()> {
-    let to = control.join(if done { "done" } else { "refused" });
-    fs::create_dir_all(&to).map_err(|e| Error::io(&to, "create", e))?;
     let from = control.join(file);
+    let moved = put(&from, &control.join(if done { "done" } else { "refused" }));
+    moved.map_err(|e| Error::io(&from, "move", e))
+}
+
+/// Into a folder, under its own name or, where that is taken, `NAME.2` and so on.
+fn put(from: &Path, to: &Path) -> std::io::Result<()> {
     let name = from.file_name().expect("an order has a name");
-    fs::rename(&from, to.join(name)).map_err(|e| Error::io(&from, "move", e))
+    fs::symlink_metadata(from)?;
+    fs::create_dir_all(to)?;
+    let numbered = |n: u32| {
+        let mut name = name.to_os_string();
+        name.push(format!(".{n}"));
+        to.join(name)
+    };
+    let taken = |path: &PathBuf| fs::symlink_metadata(path).is_ok();
+    let names = std::iter::once(to.join(name)).chain((2..).map(numbered));
+    let free = names.into_iter().find(|path| !taken(path)).expect("some number is free");
+    fs::rename(from, free)
 }
 
 fn add(
@@ -205,7 +250,8 @@ fn add(
     stop: &StopFlag,
 ) -> Result<()> {
     let report = &mut Named::new(report, Some(&name));
-    let ground = Ground::survey(&config, plan, Purpose::Train, &mut job.ranks, report, stop)?;
+    let ground = Ground::survey(&config, plan, Purpose::Train, &mut job.ranks, report, stop);
+    let ground = ground.map_err(|error| error.of_run(&name))?;
     let lora = config.model.lora.as_ref().expect("runs have adapters: a rule of their file");
     let mut model = job.model.clone();
     model.attach_one_more(&LoraSpec::from_config(lora), config.seed)?;

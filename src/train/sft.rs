@@ -132,6 +132,22 @@ pub(super) struct Job<'a> {
     _locks: Locks,
 }
 
+/// A job of several runs and a run by itself have other folders for what they save, and the same for all else.
+fn nobody_else_saved(config: &SftConfig, several: bool) -> Result<()> {
+    let root = &config.output_dir;
+    let folder = RunFolder::new(config);
+    let jobs = || std::fs::read_dir(root.join("runs")).into_iter().flatten().flatten();
+    let (found, who) = match several {
+        true => (folder.checkpoints.exists() || folder.weights.exists(), "a run that isn't a job of several"),
+        false => (jobs().any(|run| run.path().join("metrics.jsonl").exists()), "a job of several runs"),
+    };
+    if !found {
+        return Ok(());
+    }
+    let message = format!("{who} has saved here, and nothing is overwritten");
+    Err(Error::checkpoint(root, message, "set another `output_dir`, or move the folder away"))
+}
+
 /// One run's `clean_output_dir` may not delete what another one reads.
 fn spare_inputs(runs: &[RunConfig]) -> Result<()> {
     for cleaned in runs.iter().filter(|run| run.config.clean_output_dir) {
@@ -166,6 +182,7 @@ impl<'a> Job<'a> {
             grounds.push(ground.map_err(|error| if several { error.of_run(&run.name) } else { error })?);
         }
 
+        ranks.from_first(|| nobody_else_saved(config, several))?;
         // A run by itself was held against its own folder above.
         let mut locks = Locks::default();
         if several {
@@ -390,6 +407,9 @@ impl<'a> Job<'a> {
         if let Some(name) = &name {
             let step = run.progress.step;
             report.event(&Event::Note(format!("{name} has ended after {step} steps")));
+        }
+        if let (Some(name), true) = (&name, self.ranks.is_first()) {
+            control::ended(self.config, name);
         }
         self.ended.push((name.unwrap_or_default(), run.summary));
         Ok(())
