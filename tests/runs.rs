@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use common::run::RunDir;
@@ -49,6 +50,28 @@ fn job(dir: &RunDir, runs: &str) {
 
 fn sft(dir: &RunDir, file: &str, args: &[&str]) -> common::run::Ran {
     dir.run(&[&["sft", "@", file], args].concat())
+}
+
+/// The job, under way.
+fn started(dir: &RunDir, args: &[&str]) -> Child {
+    let mut command = dir.command(&[&["sft", "@", "job.toml"], args].concat());
+    command.stderr(Stdio::null()).spawn().unwrap()
+}
+
+/// Until these are there.
+#[track_caller]
+fn wait(dir: &RunDir, files: &[&str]) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !files.iter().all(|file| dir.path(file).exists()) {
+        assert!(Instant::now() < deadline, "{files:?} in\n{}", dir.listing());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A file in `control/add`, whole at once.
+fn add(dir: &RunDir, name: &str, text: &str) {
+    dir.write(name, text);
+    std::fs::rename(dir.path(name), dir.path(&format!("out/control/add/{name}"))).unwrap();
 }
 
 /// One of the runs as a job of its own, from the resolved configuration that the job wrote for it.
@@ -169,37 +192,24 @@ fn a_resumed_job_tells_of_runs_that_were_added_or_stopped() {
     let dir = RunDir::new();
     let two = "[[runs]]\nname = \"a\"\n\n[[runs]]\nname = \"b\"\nmax_steps = 100000\n";
     job(&dir, two);
-    let mut child = dir.command(&["sft", "@", "job.toml", "--ckpt.interval", "1"]);
-    let mut child = child.stderr(std::process::Stdio::null()).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let wait = |done: &dyn Fn() -> bool| {
-        while !done() {
-            assert!(Instant::now() < deadline, "{}", dir.listing());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
-    wait(&|| dir.path("out/control/add").exists());
+    let mut child = started(&dir, &["--ckpt.interval", "1"]);
+    wait(&dir, &["out/control/add"]);
     let busy = sft(&dir, "run.toml", &["--clean-output-dir"]).fails(1);
     busy.says(&["another run is writing here"]);
     job(&dir, "[[runs]]\nname = \"c\"\n");
     sft(&dir, "job.toml", &[]).fails(1).says(&["another run is writing here"]);
-    dir.write("new.toml", "max_steps = 3\n");
-    std::fs::rename(dir.path("new.toml"), dir.path("out/control/add/new.toml")).unwrap();
+    add(&dir, "new.toml", "max_steps = 3\n");
     std::fs::create_dir(dir.path("out/control/add/folder.toml")).unwrap();
-    dir.write("late.toml", "start_step = 4\n");
-    std::fs::rename(dir.path("late.toml"), dir.path("out/control/add/late.toml")).unwrap();
-    wait(&|| dir.path("out/runs/new/checkpoints/step_3/STABLE").exists());
-    for refused in ["folder.toml", "late.toml"] {
-        wait(&|| dir.path(&format!("out/control/refused/{refused}")).exists());
-    }
+    add(&dir, "late.toml", "start_step = 4\n");
+    wait(&dir, &["out/runs/new/checkpoints/step_3/STABLE"]);
+    wait(&dir, &["out/control/refused/folder.toml", "out/control/refused/late.toml"]);
     // A name that is taken where it goes, and a run that ends with the job's process.
     std::fs::create_dir_all(dir.path("out/control/done/b")).unwrap();
-    wait(&|| dir.path("out/control/ended/new.toml").exists());
-    dir.write("cut.toml", "max_steps = 100000\n");
-    std::fs::rename(dir.path("cut.toml"), dir.path("out/control/add/cut.toml")).unwrap();
-    wait(&|| dir.path("out/runs/cut/metrics.jsonl").exists());
+    wait(&dir, &["out/control/ended/new.toml"]);
+    add(&dir, "cut.toml", "max_steps = 100000\n");
+    wait(&dir, &["out/runs/cut/metrics.jsonl"]);
     dir.write("out/control/stop/b", "");
-    wait(&|| dir.path("out/control/done/b.2").exists());
+    wait(&dir, &["out/control/done/b.2"]);
     std::fs::remove_dir(dir.path("out/control/done/b")).unwrap();
     std::fs::rename(dir.path("out/control/done/b.2"), dir.path("out/control/done/b")).unwrap();
     child.kill().unwrap();
@@ -237,21 +247,12 @@ fn a_resumed_job_tells_of_runs_that_were_added_or_stopped() {
 fn a_mistaken_order_ends_no_job_of_several_ranks() {
     let dir = RunDir::new();
     job(&dir, "[[runs]]\nname = \"a\"\nmax_steps = 100000\n");
-    let mut child = dir.command(&["sft", "@", "job.toml", "--device", "flex:0,1", "--ckpt.interval", "1000"]);
-    let mut child = child.stderr(std::process::Stdio::null()).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let wait = |path: &str| {
-        while !dir.path(path).exists() {
-            assert!(Instant::now() < deadline, "{}", dir.listing());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
-    wait("out/control/stop");
+    let mut child = started(&dir, &["--device", "flex:0,1", "--ckpt.interval", "1000"]);
+    wait(&dir, &["out/control/stop"]);
     dir.write("out/control/stop/nobody", "");
-    dir.write("bad.toml", "optim.lrr = 1\n");
-    std::fs::rename(dir.path("bad.toml"), dir.path("out/control/add/bad.toml")).unwrap();
-    wait("out/control/refused/nobody");
-    wait("out/control/refused/bad.toml");
+    add(&dir, "bad.toml", "optim.lrr = 1\n");
+    wait(&dir, &["out/control/refused/nobody"]);
+    wait(&dir, &["out/control/refused/bad.toml"]);
     dir.write("out/control/stop/a", "");
     assert!(child.wait().unwrap().success());
 }
@@ -282,26 +283,13 @@ fn runs_are_added_and_stopped_while_others_train() {
         &dir,
         "[[runs]]\nname = \"long\"\nmax_steps = 100000\n\n[[runs]]\nname = \"other\"\nmax_steps = 100000\n",
     );
-    let mut child = dir
-        .command(&["sft", "@", "job.toml", "--ckpt.interval", "1000"])
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    let wait = |done: &dyn Fn() -> bool| {
-        while !done() {
-            assert!(Instant::now() < deadline, "{}", dir.listing());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
-    wait(&|| dir.path("out/control/add").exists());
-    dir.write("new.toml", "max_steps = 5\nmodel.lora.rank = 2\noptim.lr = 2e-3\n");
-    std::fs::rename(dir.path("new.toml"), dir.path("out/control/add/new.toml")).unwrap();
-    dir.write("bad.toml", "output_dir = \"x\"\n");
-    std::fs::rename(dir.path("bad.toml"), dir.path("out/control/add/bad.toml")).unwrap();
-    wait(&|| dir.path("out/runs/new/checkpoints/step_5/STABLE").exists());
+    let mut child = started(&dir, &["--ckpt.interval", "1000"]);
+    wait(&dir, &["out/control/add"]);
+    add(&dir, "new.toml", "max_steps = 5\nmodel.lora.rank = 2\noptim.lr = 2e-3\n");
+    add(&dir, "bad.toml", "output_dir = \"x\"\n");
+    wait(&dir, &["out/runs/new/checkpoints/step_5/STABLE"]);
     dir.write("out/control/stop/other", "");
-    wait(&|| dir.path("out/control/done/other").exists());
+    wait(&dir, &["out/control/done/other"]);
     dir.write("out/control/stop/long", "");
     assert!(child.wait().unwrap().success());
     assert!(

@@ -182,15 +182,16 @@ impl<'a> Job<'a> {
             grounds.push(ground.map_err(|error| if several { error.of_run(&run.name) } else { error })?);
         }
 
-        ranks.from_first(|| nobody_else_saved(config, several))?;
-        // A run by itself was held against its own folder above.
         let mut locks = Locks::default();
-        if several {
-            ranks.from_first(|| {
+        ranks.from_first(|| {
+            nobody_else_saved(config, several)?;
+            // A run by itself was held against its own folder above.
+            if several {
                 locks = Locks::of_existing(&RunFolder::new(config))?;
-                spare_inputs(runs)
-            })?;
-        }
+                spare_inputs(runs)?;
+            }
+            Ok(())
+        })?;
 
         // ---- model, adapters ----
         go_on(config, &ranks, stop)?;
